@@ -1,0 +1,72 @@
+"""
+Everything that ends `run` early. One class, one exit code, all in this file, so that the
+codes stay unique and `docs/exit-codes.md` can be generated from it.
+
+A message says where, what was expected, what was found; `hint` says what to do.
+"""
+
+from typing import ClassVar
+
+
+class RunnerError(Exception):
+    """Something unexpected; a bug report is written."""
+
+    exit_code: ClassVar[int] = 1
+    meaning: ClassVar[str] = "unexpected: a fault of the runner; a bug report is written"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class JobError(RunnerError):
+    exit_code = 2
+    meaning = "job.yaml or the command line is wrong; nothing was started"
+
+
+class MachineError(RunnerError):
+    exit_code = 3
+    meaning = "this machine is wrong: refused in preflight, or given up later"
+
+
+class StoreError(RunnerError):
+    exit_code = 4
+    meaning = "the store cannot be used, or a checkpoint in it broke the contract"
+
+
+class LockedError(RunnerError):
+    exit_code = 5
+    meaning = "locked: another runner writes this run"
+
+
+class GaveUpError(RunnerError):
+    exit_code = 6
+    meaning = "gave up: the job itself fails"
+
+
+class LimitError(RunnerError):
+    exit_code = 7
+    meaning = "a limit was reached (time, cost); saved and resumable"
+
+
+class StoppedError(RunnerError):
+    exit_code = 8
+    meaning = "stopped by the operator; saved"
+
+
+class LeftError(RunnerError):
+    exit_code = 75
+    meaning = "left after SIGTERM: saved, resumable, start it again"
+
+
+ALL_ERRORS: tuple[type[RunnerError], ...] = (
+    RunnerError,
+    JobError,
+    MachineError,
+    StoreError,
+    LockedError,
+    GaveUpError,
+    LimitError,
+    StoppedError,
+    LeftError,
+)

@@ -1,0 +1,226 @@
+"""
+What was observed and what was done. Plain frozen data: no methods that decide, no I/O.
+Every other module speaks in these types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import IntEnum, StrEnum
+from typing import Any
+
+from vramfarm.protocol import EndRecord, Ref
+
+# ----------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint: its manifest exists, so every shard it names does too."""
+
+    ref: Ref
+    size_bytes: int
+    world_size: int
+    written_at: datetime
+    framework: str = "vramfarm"
+
+
+# -------------------------------------------------------------------------------- attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How the launcher ended; a negative code is a signal, None is unknown (its shim died)."""
+
+    code: int | None
+
+
+class Ending(StrEnum):
+    """What an attempt came to. Only FAILED counts against the restart budget."""
+
+    SUCCEEDED = "succeeded"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of the training command. `ending` is None until its exit is journaled."""
+
+    number: int
+    id: str
+    resume: Ref | None
+    lineage: int
+    boot_id: str
+    launched_at: datetime
+    ending: Ending | None = None
+    exit: Exit | None = None
+    step: int = 0  # last optimizer step seen
+    ended_at: datetime | None = None
+    reason: str = ""  # first error, for a human
+
+
+class Outcome(StrEnum):
+    """Why the job is over. Each has one exit code, in `errors.py`."""
+
+    SUCCEEDED = "succeeded"
+    GAVE_UP = "gave_up"
+    STOPPED = "stopped"
+    LIMIT = "limit"
+    REFUSED = "refused"  # this machine or store is wrong; the job could go on elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    outcome: Outcome
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The journal, folded. Only what the world cannot be asked again."""
+
+    accepted_at: datetime | None = None
+    job_digest: str = ""
+    set_up: str = ""  # digest of the source and set-up that are in place
+    attempts: tuple[Attempt, ...] = ()
+    interrupted: int = 0  # number of the attempt that was last asked to save and leave
+    conclusion: Conclusion | None = None
+    stop_sent_in: str = ""  # the life that last asked for the server's stop
+
+
+# ------------------------------------------------------------------------------- slow work
+
+
+class TaskKind(StrEnum):
+    """Slow work in a process of its own; started, and its end observed. All are idempotent."""
+
+    SETUP = "setup"  # bring the source, run `setup`
+    SURVEY = "survey"  # list the store: which checkpoints are verified there, is the job concluded
+    UPLOAD = "upload"  # one checkpoint, shards first, manifest last, confirmed by the store
+    RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
+    PUBLISH = "publish"  # journal, logs, status, conclusion to the store
+    TIDY = "tidy"  # remote retention
+    VERIFY = "verify"  # compare one checkpoint in the store with its manifest, byte counts and checksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    subject: str
+    started_at: datetime
+    progress: float = 0.0  # 0 to 1
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    subject: str
+    at: datetime
+    result: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """`final`: trying again cannot help (403, no such bucket, a wrong command)."""
+
+    subject: str
+    at: datetime
+    error: str
+    final: bool
+    failures: int  # in a row, of this subject
+    hint: str = ""
+    since: datetime | None = None  # first of these failures
+
+
+TaskState = Running | Finished | Failed | None
+
+
+# -------------------------------------------------------------------------------- progress
+
+
+class Signal(IntEnum):
+    """How far an attempt was pushed to end."""
+
+    NONE = 0
+    LEAVE = 1
+    KILL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the ranks last said through the control page. Zeros where they said nothing."""
+
+    step: int = 0
+    max_steps: int = 0
+    loss: float | None = None
+    steps_per_s: float | None = None
+    phase: str = "starting"
+    saving_step: int = 0
+    num_committed: int = 0
+    num_failed: int = 0
+    save_error: str = ""
+    attached: bool = False  # the script uses the library
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Processes of an attempt that exist now."""
+
+    attempt_id: str
+    trainers: tuple[int, ...]  # pids: shim, launcher, ranks, their workers
+    savers: tuple[int, ...]  # pids: they outlive the trainers until their save is committed
+
+
+# ---------------------------------------------------------------------------------- server
+
+
+class ServerState(StrEnum):
+    """The provider's word, in ours. UNKNOWN is never taken for gone."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The rented machine we are in; `price_per_hour` is a decimal text in `currency`."""
+
+    provider: str
+    id: str
+    price_per_hour: str = ""
+    currency: str = "EUR"
+    rental_ends_at: str = ""
+
+
+# -------------------------------------------------------------------------------- observed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """The world, looked at once. Taken fresh on every turn of the loop."""
+
+    now: datetime
+    boot_id: str  # of the machine: unsynced bytes do not survive it
+    life: str  # of this runner process
+    live: Live | None = None
+    exit: Exit | None = None  # of the last attempt, as its shim recorded it
+    end: EndRecord | None = None  # of the last attempt, as its saver recorded it
+    first_error: str = ""  # of the last attempt, when it ended badly
+    progress: Progress = Progress()
+    leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
+    local: tuple[Checkpoint, ...] = ()
+    leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
+    ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
+    offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
+    concluded_elsewhere: Conclusion | None = None  # what the store says of this job
+    tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
+    refusal: str = ""  # preflight's verdict against this machine
+    stop_requested: bool = False  # by the operator: the job ends
+    leaving: bool = False  # SIGTERM: this boot ends, the job does not
+    rented: bool = False
+    deadline_at: datetime | None = None

@@ -1,0 +1,326 @@
+"""
+The job as the user wrote it, parsed once and never changed.
+
+The fields' descriptions are the reference: `docs/job-yaml.md` is generated from them.
+Reading YAML, with line numbers for messages, is `runner/cli/load.py`; nothing below `cli`
+sees a `dict` from the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+# ------------------------------------------------------------------- durations, sizes, money
+
+_DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SIZE_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(ms|s|m|h|d))+")
+
+
+def parse_duration(value: object) -> timedelta:
+    """`90s`, `30m`, `1h30m`, `2d`. A bare number is refused: nobody knows its unit."""
+    if isinstance(value, timedelta):
+        return value
+    text = str(value).replace(" ", "")
+    if not isinstance(value, str) or not _DURATION.fullmatch(text):
+        msg = f"must be a duration such as 90s, 30m or 1h30m, got {value!r}"
+        raise ValueError(msg)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    return timedelta(seconds=sum(float(n) * _DURATION_UNITS[unit] for n, unit in parts))
+
+
+def parse_size(value: object) -> int:
+    """`64MiB`, `10GB`, or a whole number of bytes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)(?:/s)?", str(value).strip())
+    if not isinstance(value, str) or not match or match[2] not in _SIZE_UNITS:
+        msg = f"must be a size such as 64MiB or 10GB, got {value!r}"
+        raise ValueError(msg)
+    return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def parse_money(value: object) -> Decimal:
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+        msg = f"must be an amount of money such as 300 or 12.50, got {value!r}"
+        raise ValueError(msg)  # noqa: TRY004  # pydantic turns ValueError into a message
+    try:
+        amount = Decimal(str(value))
+    except InvalidOperation:
+        amount = Decimal(-1)
+    if not amount.is_finite() or amount < 0:
+        msg = f"must be an amount of money such as 300 or 12.50, got {value!r}"
+        raise ValueError(msg)
+    return amount
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Money = Annotated[Decimal, BeforeValidator(parse_money)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# -------------------------------------------------------------------------------- choices
+
+
+class LauncherName(StrEnum):
+    TORCHRUN = "torchrun"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    AXOLOTL = "axolotl"
+    LLAMAFACTORY = "llamafactory"
+    TORCHTUNE = "torchtune"
+    COMMAND = "command"
+
+
+class FrameworkName(StrEnum):
+    AUTO = "auto"
+    VRAMFARM = "vramfarm"
+    HF_TRAINER = "hf_trainer"
+    LIGHTNING = "lightning"
+    DEEPSPEED = "deepspeed"
+    TORCHTUNE = "torchtune"
+    DCP = "dcp"
+    TORCH_SAVE = "torch_save"
+    NONE = "none"
+
+
+class ProviderName(StrEnum):
+    AUTO = "auto"
+    VRAMFARM = "vramfarm"
+    RUNPOD = "runpod"
+    VAST = "vast"
+    DOCKER = "docker"
+    COMMAND = "command"
+    NONE = "none"
+
+
+class AtEnd(StrEnum):
+    STOP = "stop"
+    KEEP = "keep"
+
+
+class OnLimit(StrEnum):
+    KEEP_DATA = "keep_data"
+    STOP_ANYWAY = "stop_anyway"
+
+
+# -------------------------------------------------------------------------------- sections
+
+
+class GitSource(Model):
+    git: str = Field(description="Address of the repository.")
+    ref: str = Field(default="HEAD", description="Branch, tag or commit.")
+
+
+class PathSource(Model):
+    path: str = Field(description="A folder, relative to job.yaml. `submit` packs and uploads it.")
+
+
+class ArchiveSource(Model):
+    archive: str = Field(description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip`: path, https:// or s3:// address.")
+
+
+class DataItem(Model):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    source: str = Field(alias="from", description="Folder or file in a store: s3:// or file://.")
+    to: str = Field(description="Where it goes on this machine.")
+
+
+class ModelSize(Model):
+    parameters: float = Field(gt=0, description="Number of parameters: 8e9.")
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp_shard_grad_op", "fsdp_full_shard", "lora", "qlora"] = (
+        Field(default="ddp", description="How the model is spread over the cards.")
+    )
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor"] = Field(default="adamw", description="Optimizer.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="Precision of the weights.")
+
+
+class Batch(Model):
+    global_: int = Field(gt=0, alias="global", description="Samples per optimizer step, all cards together.")
+    per_card: int = Field(gt=0, description="Samples a card takes at once.")
+
+
+class CheckpointPolicy(Model):
+    dir: str = Field(
+        default="{workspace}/{name}/checkpoints",
+        description="Folder of the checkpoints. Its parent is the run folder: journal, logs, evidence.",
+    )
+    save_interval: Duration = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
+    keep_last: int = Field(default=2, description="How many stay on this disk. One is not enough: the newest may be damaged.")
+    resume: str = Field(default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL.")
+    staging: Literal["auto", "full", "chunked"] = Field(default="auto", description="Memory for a save: a full copy or pieces.")
+
+    @field_validator("keep_last")
+    @classmethod
+    def _two(cls, value: int) -> int:
+        if value < 2:  # noqa: PLR2004  # the newest may be damaged when we need it
+            msg = f"must be at least 2, got {value}"
+            raise ValueError(msg)
+        return value
+
+
+class OffloadPolicy(Model):
+    to: str | None = Field(default=None, description="`s3://bucket/prefix` or `file:///folder`. Nothing: checkpoints stay here.")
+    endpoint: str | None = Field(default=None, description="Address of an S3 server that is not AWS.")
+    region: str | None = Field(default=None, description="Region of the bucket; most servers but AWS ignore it.")
+    keep_last: int = Field(default=2, ge=1, description="How many stay in the store.")
+    max_bandwidth: Size | None = Field(default=None, description="Upload limit in bytes a second: 50MB.")
+
+    @field_validator("to")
+    @classmethod
+    def _known(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if (parts.scheme == "s3" and parts.netloc) or (parts.scheme == "file" and parts.path.startswith("/")):
+            return value.rstrip("/")
+        msg = f"must be s3://bucket/prefix or file:///folder, got {value!r}"
+        raise ValueError(msg)
+
+
+class PreflightPolicy(Model):
+    comm_test: bool = Field(default=True, description="Let the cards talk before the job does.")
+    min_bus_bandwidth: Literal["auto"] | Size = Field(default="auto", description="Floor for the communication test, bytes a second.")
+
+
+class RestartPolicy(Model):
+    max_restarts_without_progress: int = Field(default=3, ge=1, description="Failed attempts in a row without a new checkpoint before giving up.")
+    initial_delay: Duration = Field(default=timedelta(seconds=10), description="Wait before the first restart.")
+    backoff_coefficient: float = Field(default=2.0, ge=1, le=100, description="Each further wait is longer by this factor.")
+    max_delay: Duration = Field(default=timedelta(minutes=5), description="Longest wait.")
+    grace_period: Duration = Field(default=timedelta(minutes=2), description="How long an interrupted attempt may take to save and leave.")
+
+
+class HangPolicy(Model):
+    startup_timeout: Duration = Field(default=timedelta(minutes=30), description="Until the first step.")
+    step_timeout: Literal["auto"] | Duration = Field(default="auto", description="A step; `auto` learns it.")
+    checkpoint_timeout: Literal["auto"] | Duration = Field(default="auto", description="A save; `auto` learns it.")
+    safety_factor: float = Field(default=5.0, ge=1, description="Learned times are multiplied by this.")
+
+
+class Limits(Model):
+    max_duration: Duration | None = Field(default=None, description="For the whole run, all machines together. Nothing: 24h a machine.")
+    until: str | None = Field(default=None, description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time.")
+    max_cost: Money | None = Field(default=None, description="For the whole run, in the provider's currency.")
+    on_limit: OnLimit = Field(default=OnLimit.KEEP_DATA, description="`keep_data`: what is only here is saved first. `stop_anyway`: never a minute more.")
+
+
+class FinishPolicy(Model):
+    on_success: AtEnd = Field(default=AtEnd.STOP, description="What becomes of the server: `stop` or `keep`.")
+    on_failure: AtEnd = Field(default=AtEnd.STOP, description="The same after a failure.")
+    hold: Literal["auto"] | Duration = Field(default="auto", description="After an early end, keep the server for a look. `auto`: until the paid minutes are used up.")
+    save_folder: str = Field(default="{workspace}", description="Folder the provider keeps when something is only here.")
+
+
+class ProviderPolicy(Model):
+    kind: ProviderName = Field(default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment.")
+    max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
+    stop_command: Texts = Field(default=(), description="With `kind: command`: the program that stops this server.")
+
+
+# ------------------------------------------------------------------------------------- job
+
+
+class Job(Model):
+    """One job. Everything but `command` has a sensible default."""
+
+    name: str = Field(default="job", description="One name, one run: its folder, its prefix in the store, its lease. `{date}` for nightly runs.")
+    command: str = Field(min_length=1, description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in.")
+    launcher: LauncherName = Field(default=LauncherName.TORCHRUN, description="What starts one process per card.")
+    framework: FrameworkName = Field(default=FrameworkName.AUTO, description="Who saves the checkpoints.")
+    cards: Literal["all"] | int = Field(default="all", description="How many cards to use.")
+    cpu_processes: int = Field(default=0, ge=0, le=64, description="Processes to start where there is no card at all. 0: no card is a refusal.")
+    workdir: str | None = Field(default=None, description="Where the command runs. Nothing: the source's folder, else the folder of job.yaml.")
+    source: GitSource | PathSource | ArchiveSource | None = Field(default=None, description="Where the code comes from. Nothing: it is already here.")
+    setup: Texts = Field(default=(), description="Shell commands, run once per source in the training environment.")
+    setup_timeout: Duration = Field(default=timedelta(minutes=30), description="Time limit for one setup command.")
+    data: tuple[DataItem, ...] = Field(default=(), description="Data brought in before training.")
+    outputs: Texts = Field(default=(), description="Folders copied to the store again and again, and at the end.")
+    env: Mapping[str, str] = Field(default_factory=dict, description="Environment of the training command.")
+    secrets: tuple[SecretName, ...] = Field(default=(), description="Names only; values come from the environment or /run/secrets.")
+    model: ModelSize | None = Field(default=None, description="Lets preflight and plan do sums.")
+    batch: Batch | None = Field(default=None, description="The global batch is kept whatever the number of cards.")
+    checkpoint: CheckpointPolicy = Field(default=CheckpointPolicy(), description="Saving and resuming.")
+    offload: OffloadPolicy = Field(default=OffloadPolicy(), description="Copies off this machine.")
+    preflight: PreflightPolicy = Field(default=PreflightPolicy(), description="Checks before the job.")
+    restart: RestartPolicy = Field(default=RestartPolicy(), description="After a failed attempt.")
+    hang: HangPolicy = Field(default=HangPolicy(), description="When silence means trouble.")
+    limits: Limits = Field(default=Limits(), description="Time and money.")
+    finish: FinishPolicy = Field(default=FinishPolicy(), description="What becomes of the server.")
+    provider: ProviderPolicy = Field(default=ProviderPolicy(), description="Who rents the server out.")
+    python: str = Field(default="auto", description="The training interpreter, or a virtual environment. `auto`: the first of `python3` on PATH and the supervisor's own that has torch.")
+    notify: tuple[SecretName, ...] = Field(default=(), description="Names of secrets that hold notification URLs.")
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value.replace("{date}", "0")) is None:
+            msg = f"must be letters, digits, '.', '_' and '-', at most 63, got {value!r}"
+            raise ValueError(msg)
+        return value
+
+    @field_validator("cards")
+    @classmethod
+    def _some_cards(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and not 1 <= value <= 64:  # noqa: PLR2004  # ranks on one machine
+            msg = f"must be all, or 1 to 64, got {value}"
+            raise ValueError(msg)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_nulls(cls, data: Any) -> Any:  # noqa: ANN401  # pydantic hands over whatever came
+        """An empty section (`offload:` with nothing under it) means its defaults."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k == "command"}
+
+    @property
+    def checkpoint_dir(self) -> PurePosixPath:
+        return PurePosixPath(self.checkpoint.dir)
+
+    @property
+    def run_dir(self) -> PurePosixPath:
+        """The run folder. Placeholders are filled in by `fill`, before anything uses it."""
+        return self.checkpoint_dir.parent
+
+    def fill(self, *, workspace: str, date: str) -> Job:
+        """The same job with `{workspace}`, `{name}` and `{date}` put in everywhere they may stand."""
+        name = self.name.replace("{date}", date)
+
+        def put(text: str) -> str:
+            return text.replace("{workspace}", workspace).replace("{name}", name).replace("{date}", date)
+
+        return self.model_copy(
+            update={
+                "name": name,
+                "workdir": None if self.workdir is None else put(self.workdir),
+                "outputs": tuple(put(o) for o in self.outputs),
+                "env": {k: put(v) for k, v in self.env.items()},
+                "checkpoint": self.checkpoint.model_copy(update={"dir": put(self.checkpoint.dir)}),
+                "finish": self.finish.model_copy(update={"save_folder": put(self.finish.save_folder)}),
+            }
+        )

@@ -1,0 +1,430 @@
+"""
+What the trainer's side and the supervisor say to each other, and nothing else.
+
+Standard library only, Python 3.10+. `runner` may import this module, `vramfarm` never
+imports `runner`. Three contracts live here:
+
+- **the folder**: what a checkpoint is called and what its manifest says;
+- **the control page**: a few words of shared memory by which ranks, saver and supervisor
+  agree on steps without a blocking call;
+- **the environment**: the names by which the supervisor tells a rank what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+import struct
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+# --------------------------------------------------------------------------- environment
+
+
+class Env:
+    """Names of environment variables. All are set by the supervisor and read by the library."""
+
+    CONTROL = "VRAMFARM_CONTROL"  # path of the control page
+    RUN = "VRAMFARM_RUN"  # the run folder: every process of a run carries it
+    ATTEMPT = "VRAMFARM_ATTEMPT"  # number of the attempt, from 1
+    ATTEMPT_ID = "VRAMFARM_ATTEMPT_ID"  # unique; every process of an attempt carries it
+    ROLE = "VRAMFARM_ROLE"  # "shim", "saver" or "task"; ranks and their workers have none
+    JOB = "VRAMFARM_JOB"
+    CHECKPOINT_DIR = "VRAMFARM_CHECKPOINT_DIR"
+    SAVE_INTERVAL_S = "VRAMFARM_SAVE_INTERVAL_S"
+    LINEAGE = "VRAMFARM_LINEAGE"
+    RESUME = "VRAMFARM_RESUME"  # folder of the checkpoint to resume from; "none": start at step 0
+    END_FILE = "VRAMFARM_END_FILE"  # where the saver writes the `EndRecord`
+    SAVER_PYTHON = "VRAMFARM_SAVER_PYTHON"  # interpreter for the saver; default: the rank's own
+
+
+# -------------------------------------------------------------------------------- folder
+
+FORMAT: Final = "vramfarm/1"
+MANIFEST: Final = "MANIFEST.json"
+TEMPORARY: Final = ".tmp-"  # being written
+REMOVED: Final = ".removed-"  # out of sight, bytes follow
+DAMAGED: Final = ".damaged-"  # failed its checksums; kept for a human
+CHUNK_BYTES: Final = 8 << 20
+MAX_SHARDS: Final = 65_536
+
+_NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
+
+
+class ProtocolError(ValueError):
+    """Bytes that came from a disk or a store do not follow the contract."""
+
+
+@dataclass(frozen=True, order=True)
+class Ref:
+    """
+    Identity of a checkpoint. Order is age: the newest of the newest lineage is the greatest.
+
+    `attempt` orders two checkpoints of one step: the later attempt's is the newer.
+    """
+
+    lineage: int
+    step: int
+    attempt: int
+    id: str
+
+    @property
+    def name(self) -> str:
+        """Name of its folder, here and offsite."""
+        return f"step-{self.step:08d}-{self.id}"
+
+
+def parse_name(name: str) -> tuple[int, str]:
+    """Return (step, id) of a checkpoint folder's name; `ProtocolError` if it is none."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        msg = f"{name!r}: expected a name like step-00000500-0123abcd"
+        raise ProtocolError(msg)
+    return int(match["step"]), match["id"]
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a checkpoint: `checksums` has one entry per `CHUNK_BYTES`, the last may be short."""
+
+    path: str
+    size_bytes: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """
+    A committed checkpoint. It names only shards that are durable.
+
+    `state` is JSON of the trainer's side (param groups, schedulers, data position); the
+    supervisor carries it and never looks inside.
+    """
+
+    job: str
+    lineage: int
+    step: int
+    id: str
+    attempt: int
+    world_size: int
+    written_at: str
+    algorithm: str
+    shards: tuple[Shard, ...]
+    contents: tuple[str, ...] = ()
+    reason: str = "interval"
+    framework: str = "vramfarm"
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.lineage, self.step, self.attempt, self.id)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Bytes of MANIFEST.json; `parse_manifest` gives the manifest back."""
+    fields = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(manifest)}
+    return json.dumps(fields, sort_keys=True, allow_nan=True).encode()
+
+
+def parse_manifest(raw: bytes) -> Manifest:
+    """
+    Return the manifest, or raise `ProtocolError` naming the field.
+
+    Nothing here trusts its input: it may come out of somebody else's bucket.
+    """
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        msg = f"{MANIFEST}: not JSON: {error}"
+        raise ProtocolError(msg) from None
+    _expect(isinstance(fields, dict), "", "an object", fields)
+    _expect(fields.get("format") == FORMAT, "format", repr(FORMAT), fields.get("format"))
+    _expect(fields.get("chunk_bytes") == CHUNK_BYTES, "chunk_bytes", str(CHUNK_BYTES), fields.get("chunk_bytes"))
+    manifest = Manifest(
+        **{name: _whole(fields, name) for name in ("lineage", "step", "attempt", "world_size")},
+        **{name: _text(fields, name) for name in ("job", "id", "written_at", "algorithm", "reason", "framework")},
+        contents=tuple(_list_of(fields, "contents", str)),
+        shards=_parse_shards(fields),
+        state=fields.get("state", {}),
+    )
+    _expect(isinstance(manifest.state, dict), "state", "an object", manifest.state)
+    _expect(_NAME.fullmatch(manifest.ref.name) is not None, "id", "8 hexadecimal digits", manifest.id)
+    return manifest
+
+
+def _parse_shards(fields: dict[str, Any]) -> tuple[Shard, ...]:
+    raw = _list_of(fields, "shards", dict)
+    _expect(0 < len(raw) <= MAX_SHARDS, "shards", f"1 to {MAX_SHARDS} entries", len(raw))
+    shards = tuple(_parse_shard(entry) for entry in raw)
+    paths = [shard.path for shard in shards]
+    _expect(len(set(paths)) == len(paths), "shards", "distinct paths", "a path named twice")
+    return shards
+
+
+def _parse_shard(entry: dict[str, Any]) -> Shard:
+    path = _text(entry, "path")
+    _expect(is_inside(path), "shards.path", "a relative path inside the checkpoint", path)
+    size = _whole(entry, "size_bytes")
+    checksums = tuple(_list_of(entry, "checksums", int))
+    _expect(len(checksums) == math.ceil(size / CHUNK_BYTES), "shards.checksums", "one per chunk", len(checksums))
+    _expect(all(0 <= c < 1 << 64 for c in checksums), "shards.checksums", "64-bit numbers", "a larger one")
+    return Shard(path, size, checksums)
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path stays in its folder and is spelled in one way only."""
+    parts = PurePosixPath(path).parts
+    plain = bool(parts) and "/".join(parts) == path and "\\" not in path and "\x00" not in path
+    return plain and parts[0] != "/" and ".." not in parts and path != MANIFEST
+
+
+def _expect(ok: bool, where: str, expected: str, found: object) -> None:  # noqa: FBT001  # reads as a claim
+    if not ok:
+        msg = f"{MANIFEST}: {where or 'document'}: expected {expected}, got {str(found)[:80]!r}"
+        raise ProtocolError(msg)
+
+
+def _whole(fields: dict[str, Any], name: str) -> int:
+    value = fields.get(name)
+    _expect(type(value) is int and 0 <= value < 1 << 63, name, "a whole number", value)
+    return int(value)  # type: ignore[arg-type]  # checked above
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    _expect(isinstance(value, str) and len(value) <= 4096, name, "a text", value)  # noqa: PLR2004
+    return str(value)
+
+
+def _list_of(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
+    value = fields.get(name)
+    _expect(isinstance(value, list) and all(type(v) is kind for v in value), name, f"a list of {kind.__name__}", value)
+    return value  # type: ignore[return-value]  # checked above
+
+
+# ---------------------------------------------------------------------------- end record
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """
+    How training ended, written durably by the saver: `left` (interrupted, saved at `step`)
+    or `done`. Exit codes do not cross torchrun, so this is what counts.
+    """
+
+    kind: str
+    step: int
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def parse_end(raw: bytes) -> EndRecord:
+    try:
+        fields = json.loads(raw)
+        record = EndRecord(kind=fields["kind"], step=int(fields["step"]))
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"end record: {error!r}"
+        raise ProtocolError(msg) from None
+    if record.kind not in {"left", "done"}:
+        msg = f"end record: kind: expected left or done, got {record.kind!r}"
+        raise ProtocolError(msg)
+    return record
+
+
+# -------------------------------------------------------------------------- control page
+
+
+class Word(IntEnum):
+    """
+    Index of each 64-bit word of the page's head. Who writes it stands beside it.
+
+    A word has one writer at a time; 8-byte aligned stores are atomic on x86-64 and arm64.
+    """
+
+    MAGIC = 0  # creator, last
+    NUM_RANKS = 1  # creator: ranks on this machine
+    SAVER_PID = 2  # saver
+    SAVER_STARTED = 3  # saver: start time in clock ticks, field 22 of /proc/<pid>/stat
+    SAVER_BEAT_NS = 4  # saver: time.monotonic_ns(), many times a second
+    PROPOSED_STEP = 5  # saver: the step of the next save
+    DECISION = 6  # saver: `Decision` on PROPOSED_STEP
+    REASON = 7  # saver: `Reason` of that save
+    REQUEST_SAVE = 8  # supervisor or user: counts up to ask for a save
+    REQUEST_LEAVE = 9  # supervisor: 1 asks for save and leave
+    SAVING_STEP = 10  # saver: step being staged or written, 0 when idle
+    NUM_COMMITTED = 11  # saver: saves committed by this attempt
+    COMMITTED_STEP = 12  # saver: the newest of them
+    NUM_FAILED = 13  # saver: saves that failed or were skipped; `error()` has the text
+    SAVE_NS = 14  # saver: duration of the last commit, staged to durable
+    SAVE_BYTES = 15  # saver: size of the last commit
+    ENDED = 16  # saver: `Ended`, after the end record is durable
+
+
+class Slot(IntEnum):
+    """Index of each 64-bit word of a rank's slot. The rank writes them, but for ARENA_STATE."""
+
+    PID = 0
+    STARTED = 1
+    STEP = 2  # optimizer steps finished
+    MAX_STEPS = 3  # 0: unknown
+    PHASE = 4  # `Phase`
+    BEAT_NS = 5
+    LOSS = 6  # double
+    LR = 7  # double
+    ARENA_FD = 8  # staging memory is /proc/<PID>/fd/<ARENA_FD>
+    ARENA_BYTES = 9
+    ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED
+    ARENA_STEP = 11  # step of the bytes in it
+    SAMPLES = 12  # samples consumed by all ranks together
+
+
+class Decision(IntEnum):
+    NONE = 0
+    PROPOSED = 1
+    COMMITTED = 2
+    ABORTED = 3
+
+
+class Reason(IntEnum):
+    """Why a save is made. LEAVE: ranks exit after it. FINAL: training is done."""
+
+    INTERVAL = 0
+    ASKED = 1
+    LEAVE = 2
+    FINAL = 3
+
+
+class Phase(IntEnum):
+    STARTING = 0
+    LOADING = 1
+    TRAINING = 2
+    SAVING = 3
+    DONE = 4
+    LEFT = 5
+
+
+class Arena(IntEnum):
+    NONE = 0
+    ANNOUNCED = 1
+    MAPPED = 2
+    FILLING = 3
+    READY = 4
+
+
+class Ended(IntEnum):
+    NO = 0
+    LEFT = 1
+    DONE = 2
+
+
+MAX_RANKS: Final = 64
+_MAGIC: Final = 0x31454741504D5256  # "VRMPAGE1"
+_HEAD_WORDS: Final = 32
+_SLOT_WORDS: Final = 32
+_TEXT_BYTES: Final = 1024
+_TEXT_AT: Final = 8 * (_HEAD_WORDS + MAX_RANKS * _SLOT_WORDS)
+PAGE_BYTES: Final = _TEXT_AT + _TEXT_BYTES
+
+
+class ControlPage:
+    """
+    Shared memory of one attempt, a small file that any of its processes can open by path.
+
+    Reading and writing a word costs well under a microsecond. The page outlives whoever
+    made it; remove the file when the attempt is over.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], memory: mmap.mmap) -> None:
+        self.path = Path(path)
+        self._memory = memory
+        self._words = memoryview(memory)[:_TEXT_AT].cast("Q")
+        self._floats = memoryview(memory)[:_TEXT_AT].cast("d")
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], *, num_ranks: int) -> ControlPage:
+        """Make a new page; its memory is reserved now, so that no later store can fail."""
+        if not 0 < num_ranks <= MAX_RANKS:
+            msg = f"ranks on this machine: expected 1 to {MAX_RANKS}, got {num_ranks}"
+            raise ProtocolError(msg)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, PAGE_BYTES)
+            page = cls(path, mmap.mmap(fd, PAGE_BYTES))
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        page[Word.NUM_RANKS] = num_ranks
+        page[Word.MAGIC] = _MAGIC
+        return page
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> ControlPage:
+        """Map a page that exists; `OSError` if it does not, `ProtocolError` if it is not one."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size != PAGE_BYTES:
+                msg = f"{path}: expected a control page of {PAGE_BYTES} bytes, got {size}"
+                raise ProtocolError(msg)
+            page = cls(path, mmap.mmap(fd, PAGE_BYTES))
+        finally:
+            os.close(fd)
+        if page[Word.MAGIC] != _MAGIC:
+            msg = f"{path}: not a control page"
+            raise ProtocolError(msg)
+        return page
+
+    @property
+    def num_ranks(self) -> int:
+        return self._words[Word.NUM_RANKS]
+
+    def __getitem__(self, word: Word) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: Word, value: int) -> None:
+        self._words[word] = value
+
+    def get(self, rank: int, slot: Slot) -> int:
+        return self._words[_HEAD_WORDS + rank * _SLOT_WORDS + slot]
+
+    def put(self, rank: int, slot: Slot, value: int) -> None:
+        self._words[_HEAD_WORDS + rank * _SLOT_WORDS + slot] = value
+
+    def get_float(self, rank: int, slot: Slot) -> float:
+        return self._floats[_HEAD_WORDS + rank * _SLOT_WORDS + slot]
+
+    def put_float(self, rank: int, slot: Slot, value: float) -> None:
+        self._floats[_HEAD_WORDS + rank * _SLOT_WORDS + slot] = value
+
+    def error(self) -> str:
+        """The saver's last complaint, for a human; empty if there is none."""
+        (length,) = struct.unpack_from("<Q", self._memory, _TEXT_AT)
+        start = _TEXT_AT + 8
+        return bytes(self._memory[start : start + min(length, _TEXT_BYTES - 8)]).decode(errors="replace")
+
+    def set_error(self, text: str) -> None:
+        raw = text.encode()[: _TEXT_BYTES - 8]
+        struct.pack_into("<Q", self._memory, _TEXT_AT, 0)
+        self._memory[_TEXT_AT + 8 : _TEXT_AT + 8 + len(raw)] = raw
+        struct.pack_into("<Q", self._memory, _TEXT_AT, len(raw))
+
+    def close(self) -> None:
+        self._words.release()
+        self._floats.release()
+        self._memory.close()
