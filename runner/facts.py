@@ -69,7 +69,8 @@ class Outcome(StrEnum):
     GAVE_UP = "gave_up"
     STOPPED = "stopped"
     LIMIT = "limit"
-    REFUSED = "refused"  # this machine or store is wrong; the job could go on elsewhere
+    REFUSED = "refused"  # this machine is wrong; the job could go on elsewhere
+    STORE = "store"  # the store cannot be used; nothing was trained without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,7 @@ class Failed:
     failures: int  # in a row, of this subject
     hint: str = ""
     since: datetime | None = None  # first of these failures
+    damaged: bool = False  # the bytes at the source do not match their manifest
 
 
 TaskState = Running | Finished | Failed | None
@@ -213,14 +215,19 @@ class Observed:
     first_error: str = ""  # of the last attempt, when it ended badly
     progress: Progress = Progress()
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
+    trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()
     leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
     ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
+    unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
     refusal: str = ""  # preflight's verdict against this machine
+    setup_digest: str = ""  # of source and set-up as job.yaml asks for them
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False
     deadline_at: datetime | None = None
+    last_save_s: float = 0.0  # staged to durable, measured in this run
+    last_upload_s: float = 0.0

@@ -1,0 +1,116 @@
+"""The loop: look, decide, write down, act. Starting and recovering are the same thing."""
+
+from collections.abc import Callable
+from typing import Protocol, assert_never
+
+from runner.facts import Attempt, Conclusion, History, Observed, TaskKind
+from runner.job import Job
+from runner.policy.lifecycle import (
+    LEFT,
+    Accept,
+    Action,
+    Begin,
+    Conclude,
+    Discard,
+    End,
+    Interrupt,
+    Kill,
+    Launch,
+    Leave,
+    NoteSetUp,
+    Prune,
+    RecordExit,
+    SetAside,
+    Wait,
+    decide,
+)
+from runner.storage import journal as events
+from runner.storage.journal import Journal
+from vramfarm.protocol import Ref
+
+
+class World(Protocol):
+    """Everything that is not a decision."""
+
+    def observe(self, history: History) -> Observed: ...
+    def digest(self) -> str: ...
+    def new_id(self) -> str: ...
+    def begin(self, kind: TaskKind, subject: str) -> None: ...
+    def discard(self, name: str) -> None: ...
+    def prune(self, ref: Ref) -> None: ...
+    def set_aside(self, ref: Ref) -> None: ...
+    def launch(self, attempt: Attempt) -> None: ...
+    def interrupt(self) -> None: ...
+    def kill(self, *, savers: bool) -> None: ...
+    def forget(self, attempt: Attempt) -> None: ...
+    def wait(self, action: Wait) -> None: ...
+
+
+Tell = Callable[[Action | None, Observed, History], None]
+
+
+def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
+    """Return the last word: how the job ended, or that only this boot did (code 75)."""
+    while True:
+        history = journal.history
+        seen = world.observe(history)
+        action = decide(job, history, seen)
+        tell(action, seen, history)
+        match action:
+            case Leave():
+                return End(code=LEFT, stop=False, keep=True, reason="left after SIGTERM; start it again to go on")
+            case End():
+                journal.append(events.stop_sent(seen.life, keep=action.keep, at=seen.now))
+                return action
+            case _:
+                perform(action, seen, journal, world)
+
+
+def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks that none is missing
+    action: Action, seen: Observed, journal: Journal, world: World
+) -> None:
+    """Write down what cannot be observed again, then act."""
+    match action:
+        case Accept():
+            journal.append(events.accepted(world.digest(), seen.now))
+        case Begin(kind=kind, subject=subject):
+            world.begin(kind, subject)
+        case NoteSetUp(digest=digest):
+            journal.append(events.set_up(digest))
+        case Discard(name=name):
+            world.discard(name)
+        case Prune(ref=ref):
+            world.prune(ref)
+        case SetAside(ref=ref):
+            world.set_aside(ref)
+        case Launch():
+            attempt = _attempt(action, seen, world)
+            journal.append(events.launched(attempt))
+            world.launch(attempt)
+        case RecordExit(ending=ending, exit=exit_, step=step, reason=reason):
+            journal.append(events.exited(ending, exit_, step=step, reason=reason, at=seen.now))
+            world.forget(journal.history.attempts[-1])
+        case Interrupt(reason=reason):
+            journal.append(events.interrupted(journal.history.attempts[-1].number, reason))
+            world.interrupt()
+        case Kill(savers=savers):
+            world.kill(savers=savers)
+        case Conclude(outcome=outcome, reason=reason):
+            journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))
+        case Wait():
+            world.wait(action)
+        case Leave() | End():
+            pass  # run() returns them
+        case _:
+            assert_never(action)
+
+
+def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:
+    return Attempt(
+        number=launch.number,
+        id=world.new_id(),
+        resume=launch.resume,
+        lineage=launch.lineage,
+        boot_id=seen.boot_id,
+        launched_at=seen.now,
+    )

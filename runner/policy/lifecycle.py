@@ -1,0 +1,491 @@
+"""The whole life of a job, as one decision."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from runner.facts import (
+    Attempt,
+    Ending,
+    Exit,
+    Failed,
+    Finished,
+    History,
+    Live,
+    Observed,
+    Outcome,
+    Running,
+    TaskKind,
+    TaskState,
+)
+from runner.job import AtEnd, Job
+from runner.policy.limits import limit_at
+from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
+from runner.policy.resume import Fetch, From, plan_resume
+from runner.policy.retention import plan_retention
+from vramfarm.protocol import Ref
+
+STRAGGLER = timedelta(seconds=2)  # what an ended launcher's children get before they are killed
+STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
+EXIT_CODES = {
+    Outcome.SUCCEEDED: 0,
+    Outcome.GAVE_UP: 6,
+    Outcome.STOPPED: 8,
+    Outcome.LIMIT: 7,
+    Outcome.REFUSED: 3,
+    Outcome.STORE: 4,
+}
+LEFT = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """This job is ours from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start slow work."""
+
+    kind: TaskKind
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSetUp:
+    """The set-up with this digest is in place."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove what was never committed."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """Remove what was committed and is not needed."""
+
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Take a damaged checkpoint out of sight, for a human."""
+
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    number: int
+    resume: Ref | None
+    lineage: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordExit:
+    ending: Ending
+    exit: Exit
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Ask the attempt to save and leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End every process of the attempt now."""
+
+    reason: str
+    savers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last word to the guardian: stop the server (or not), exit with `code`."""
+
+    code: int
+    stop: bool
+    keep: bool  # the folder: something is only here
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End this boot. What is left to do, the next one will find."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    until: datetime | None = None
+
+
+Action = (
+    Accept
+    | Begin
+    | NoteSetUp
+    | Discard
+    | Prune
+    | SetAside
+    | Launch
+    | RecordExit
+    | Interrupt
+    | Kill
+    | Conclude
+    | End
+    | Leave
+    | Wait
+)
+
+
+def decide(job: Job, history: History, seen: Observed) -> Action:
+    """Return the next action. The rules are in order of urgency; the first that applies wins."""
+    if history.accepted_at is None:
+        return Accept()
+    if seen.live is not None:
+        return _while_live(job, history, seen, seen.live)
+    if history.attempts and history.attempts[-1].ending is None:
+        return _record_exit(history, history.attempts[-1], seen)
+    if history.conclusion:
+        return _after_the_end(job, history, seen)
+    return _between_attempts(job, history, seen)
+
+
+# ------------------------------------------------------------------------------ while live
+
+
+def _while_live(job: Job, history: History, seen: Observed, live: Live) -> Action:
+    if not live.trainers:
+        return _wait_for_savers(job, history, seen)
+    if seen.exit is not None:
+        return Kill("the launcher ended, these did not")
+    reason = _why_leave(history, seen)
+    if reason:
+        return _make_it_leave(job, seen, reason) or _keep_house(job, history, seen) or Wait()
+    return _keep_house(job, history, seen) or Wait(limit_at(history, seen))
+
+
+def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
+    """A staged save commits even when all ranks are dead; a saver that cannot is not waited for for ever."""
+    gone = seen.trainers_gone_at or seen.now
+    if seen.now >= gone + job.restart.grace_period:
+        return Kill("the saver did not finish in the grace period", savers=True)
+    return _keep_house(job, history, seen) or Wait(gone + job.restart.grace_period)
+
+
+def _why_leave(history: History, seen: Observed) -> str:
+    limit = limit_at(history, seen)
+    if seen.leaving:
+        return "SIGTERM"
+    if seen.stop_requested:
+        return "asked to stop"
+    if history.conclusion:
+        return "the job is over"
+    if limit is not None and seen.now >= limit:
+        return "the time limit is near"
+    return ""
+
+
+def _make_it_leave(job: Job, seen: Observed, reason: str) -> Action | None:
+    if seen.leave_sent_at is None:
+        return Interrupt(reason)
+    if not seen.progress.attached and seen.now >= seen.leave_sent_at + STRAGGLER:
+        return Kill(f"{reason}: it has nothing to save that it would tell us of")
+    if seen.now >= seen.leave_sent_at + job.restart.grace_period:
+        return Kill(f"{reason}: it did not save and leave in {job.restart.grace_period.total_seconds():.0f} s")
+    return None
+
+
+# ------------------------------------------------------------------------------- the house
+
+
+def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
+    """What is always right, whoever is training: get copies off the machine, keep the disk free."""
+    return _survey(job, seen) or _set_aside(seen) or _upload(job, seen) or _tidy(job, history, seen)
+
+
+def _survey(job: Job, seen: Observed) -> Action | None:
+    if job.offload.to is None or seen.offsite is not None:
+        return None
+    return _begin(TaskKind.SURVEY, "store", seen)
+
+
+def _set_aside(seen: Observed) -> Action | None:
+    failed = seen.tasks.get(TaskKind.UPLOAD)
+    if isinstance(failed, Failed) and failed.damaged:
+        for checkpoint in seen.local:
+            if checkpoint.ref.name == failed.subject:
+                return SetAside(checkpoint.ref)
+    return None
+
+
+def _upload(job: Job, seen: Observed) -> Action | None:
+    """Only the newest: by the time an older one is there, it is worth nothing."""
+    ref = newest_unsafe(job, seen)
+    return None if ref is None else _begin(TaskKind.UPLOAD, ref.name, seen)
+
+
+def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
+    """The newest checkpoint here, if the store has neither it nor a newer one."""
+    if job.offload.to is None or seen.offsite is None or not seen.local:
+        return None
+    newest = max(c.ref for c in seen.local)
+    return newest if newest > max((c.ref for c in seen.offsite), default=_NOTHING) else None
+
+
+_NOTHING = Ref(-1, -1, -1, "")
+
+
+def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
+    refs = [c.ref for c in seen.local]
+    in_use = {ref for ref in refs if ref.name == _subject(seen.tasks.get(TaskKind.UPLOAD))}
+    in_use |= {a.resume for a in history.attempts[-1:] if a.resume is not None and a.ending is None}
+    plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
+    if plan.remove:
+        return Prune(plan.remove[0])
+    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last:
+        return _begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
+    return None
+
+
+def _subject(state: TaskState) -> str:
+    return state.subject if isinstance(state, Running) else ""
+
+
+# ------------------------------------------------------------------------------ slow work
+
+
+def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
+    """Start it unless it runs, is done, cannot be done, or has just failed."""
+    match seen.tasks.get(kind):
+        case Running():
+            return None
+        case Finished(subject=done) if done == subject:
+            return None
+        case Failed() as failed if failed.subject == subject and (failed.final or seen.now < retry_at(failed)):
+            return None
+        case _:
+            return Begin(kind, subject)
+
+
+def retry_at(failed: Failed) -> datetime:
+    """2 s after the first failure, doubling to a minute: the store is tried as long as the run lives."""
+    return failed.at + timedelta(seconds=min(2.0 ** min(failed.failures, 6), 60.0))
+
+
+# ------------------------------------------------------------------------- between attempts
+
+
+def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordExit:
+    """Only now: everything the attempt left is committed, so a success cannot outlive its checkpoint."""
+    exit_ = seen.exit or Exit(code=None)
+    asked = history.interrupted == attempt.number
+    if (seen.end and seen.end.kind == "done") or (not seen.end and not asked and exit_.code == 0):
+        ending = Ending.SUCCEEDED
+    elif asked or seen.end:
+        ending = Ending.INTERRUPTED
+    else:
+        ending = Ending.FAILED
+    step = max(seen.progress.step, seen.end.step if seen.end else 0, attempt.step)
+    reason = "" if ending is Ending.SUCCEEDED else seen.first_error
+    return RecordExit(ending, exit_, step, reason)
+
+
+def _between_attempts(job: Job, history: History, seen: Observed) -> Action:
+    return (
+        _reason_to_end(history, seen)
+        or _prepare(job, history, seen)
+        or _next_attempt(job, history, seen)
+    )
+
+
+def _reason_to_end(history: History, seen: Observed) -> Action | None:
+    succeeded = bool(history.attempts) and history.attempts[-1].ending is Ending.SUCCEEDED
+    limit = limit_at(history, seen)
+    if succeeded:
+        return Conclude(Outcome.SUCCEEDED, "training is done")
+    if seen.stop_requested:
+        return Conclude(Outcome.STOPPED, "asked to stop")
+    if seen.leaving:
+        return Leave()
+    if seen.refusal:
+        return Conclude(Outcome.REFUSED, seen.refusal)
+    if limit is not None and seen.now >= limit:
+        return Conclude(Outcome.LIMIT, "the time limit is reached")
+    return None
+
+
+def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
+    """What must be true before a launch: nothing half-written, the store known, the code in place."""
+    if seen.leftovers:
+        return Discard(seen.leftovers[0])
+    return _know_the_store(job, history, seen) or _set_up(history, seen) or _keep_house(job, history, seen)
+
+
+def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None:
+    """Without knowing what the store has, a launch could start over what is half done."""
+    if job.offload.to is None:
+        return None
+    if seen.offsite is None:
+        return _wait_for_store(seen)
+    elsewhere = seen.concluded_elsewhere
+    if elsewhere and not history.attempts and job.checkpoint.resume != "never":
+        return Conclude(elsewhere.outcome, f"{elsewhere.reason} (on an earlier machine)")
+    return None
+
+
+def _wait_for_store(seen: Observed) -> Action | None:
+    state = seen.tasks.get(TaskKind.SURVEY)
+    if isinstance(state, Failed):
+        if state.final:
+            return Conclude(Outcome.STORE, state.error)
+        if not seen.local and seen.now >= (state.since or state.at) + STORE_PATIENCE:
+            return Conclude(Outcome.STORE, f"no answer for {STORE_PATIENCE.total_seconds() / 60:.0f} min: {state.error}")
+        if seen.local:
+            return None  # there is something to go on with; the store is asked again while it trains
+        return _begin(TaskKind.SURVEY, "store", seen) or Wait(retry_at(state))
+    return _begin(TaskKind.SURVEY, "store", seen) or Wait()
+
+
+def _set_up(history: History, seen: Observed) -> Action | None:
+    if history.set_up == seen.setup_digest:
+        return None
+    match seen.tasks.get(TaskKind.SETUP):
+        case Finished(subject=subject) if subject == seen.setup_digest:
+            return NoteSetUp(seen.setup_digest)
+        case Failed(subject=subject, final=True, error=error) if subject == seen.setup_digest:
+            return Conclude(Outcome.GAVE_UP, error)
+        case Failed(subject=subject, failures=failures, error=error) if (
+            subject == seen.setup_digest and failures >= 5  # noqa: PLR2004  # two minutes of trying
+        ):
+            return Conclude(Outcome.GAVE_UP, error)
+        case Failed() as failed:
+            return _begin(TaskKind.SETUP, seen.setup_digest, seen) or Wait(retry_at(failed))
+        case _:
+            return _begin(TaskKind.SETUP, seen.setup_digest, seen) or Wait()
+
+
+def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
+    local = {c.ref for c in seen.local}
+    offsite = {c.ref for c in seen.offsite or ()}
+    started = history.attempts[0].lineage if history.attempts else None
+    plan = plan_resume(
+        local, offsite, resume=job.checkpoint.resume, unusable=seen.unusable, started_lineage=started
+    )
+    newest = plan.ref
+    if history.attempts:
+        match decide_restart(history.attempts, newest, job.restart):
+            case Succeeded():
+                return Conclude(Outcome.SUCCEEDED, "training is done")
+            case GiveUp(reason=reason):
+                return Conclude(Outcome.GAVE_UP, reason)
+            case Retry(at=at) if seen.now < at:
+                return Wait(at)
+            case Retry():
+                pass
+    if isinstance(plan, Fetch):
+        return _begin(TaskKind.RESTORE, plan.ref.name, seen) or Wait()
+    return _launch(history, seen, plan)
+
+
+def _launch(history: History, seen: Observed, plan: From) -> Action:
+    if plan.ref is None and seen.unusable:
+        names = ", ".join(sorted(seen.unusable))
+        return Conclude(
+            Outcome.STORE,
+            f"checkpoints exist and none can be used ({names}); `resume: never` starts over",
+        )
+    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage)
+
+
+# --------------------------------------------------------------------------- after the end
+
+
+def _after_the_end(job: Job, history: History, seen: Observed) -> Action:
+    """Get everything off the machine, prove it, say so, and only then ask for the stop."""
+    assert history.conclusion is not None
+    if seen.leaving:
+        return Leave()
+    pending = _bring_off(job, history, seen)
+    if pending is not None:
+        return pending
+    conclusion = history.conclusion
+    succeeded = conclusion.outcome is Outcome.SUCCEEDED
+    wish = job.finish.on_success if succeeded else job.finish.on_failure
+    return End(
+        code=EXIT_CODES[conclusion.outcome],
+        stop=wish is AtEnd.STOP,
+        keep=bool(seen.local) and not is_safe(job, seen),
+        reason=conclusion.reason,
+    )
+
+
+def is_safe(job: Job, seen: Observed) -> bool:
+    """Whether the newest checkpoint was compared with the store, and the store has it all."""
+    state = seen.tasks.get(TaskKind.VERIFY)
+    newest = max((c.ref for c in seen.offsite or ()), default=None)
+    verified = newest is not None and isinstance(state, Finished) and state.subject == newest.name
+    return job.offload.to is not None and verified and newest_unsafe(job, seen) is None
+
+
+def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
+    """The next thing to do before the end, or None when all is done, or cannot be."""
+    if job.offload.to is None:
+        return None
+    deadline_near = seen.deadline_at is not None and seen.now >= seen.deadline_at - timedelta(seconds=20)
+    if deadline_near:
+        return None
+    return (
+        _try(TaskKind.SURVEY, "store", history, seen, wanted=seen.offsite is None)
+        or _set_aside(seen)
+        or _upload_last(job, history, seen)
+        or _verify_last(history, seen)
+        or _tidy(job, history, seen)
+        or _publish(history, seen)
+    )
+
+
+def _upload_last(job: Job, history: History, seen: Observed) -> Action | None:
+    ref = newest_unsafe(job, seen)
+    if ref is None:
+        return None
+    return _try(TaskKind.UPLOAD, ref.name, history, seen, wanted=True)
+
+
+def _verify_last(history: History, seen: Observed) -> Action | None:
+    if not seen.offsite:
+        return None
+    newest = max(c.ref for c in seen.offsite)
+    return _try(TaskKind.VERIFY, newest.name, history, seen, wanted=True)
+
+
+def _publish(history: History, seen: Observed) -> Action | None:
+    assert history.conclusion is not None
+    return _try(TaskKind.PUBLISH, f"{history.conclusion.outcome}", history, seen, wanted=True)
+
+
+def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, wanted: bool) -> Action | None:
+    """Begin it, wait for it, try it again while there is patience; None when it is done or hopeless."""
+    assert history.conclusion is not None
+    state = seen.tasks.get(kind)
+    if not wanted or (isinstance(state, Finished) and state.subject == subject):
+        return None
+    if isinstance(state, Failed) and state.subject == subject:
+        if state.final or seen.now >= history.conclusion.at + STORE_PATIENCE:
+            return None
+        return _begin(kind, subject, seen) or Wait(retry_at(state))
+    return _begin(kind, subject, seen) or Wait()

@@ -1,0 +1,170 @@
+"""
+An append-only file of what the runner did, one JSON object a line.
+
+Only what cannot be observed again goes in, before the act it announces. A line without its
+newline was never written: the reader drops it, and the next append starts after it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from runner.facts import Attempt, Conclusion, Ending, Exit, History, Outcome
+from runner.storage.disk import Disk
+from vramfarm.protocol import Ref
+
+Event = Mapping[str, Any]
+
+
+# Events are made here and folded below, side by side, so that neither can change alone.
+
+
+def accepted(digest: str, at: datetime) -> Event:
+    return {"event": "accepted", "digest": digest, "at": at.isoformat()}
+
+
+def set_up(digest: str) -> Event:
+    return {"event": "set_up", "digest": digest}
+
+
+def launched(attempt: Attempt) -> Event:
+    return {
+        "event": "launched",
+        "number": attempt.number,
+        "id": attempt.id,
+        "resume": None if attempt.resume is None else asdict(attempt.resume),
+        "lineage": attempt.lineage,
+        "boot_id": attempt.boot_id,
+        "at": attempt.launched_at.isoformat(),
+    }
+
+
+def interrupted(number: int, reason: str) -> Event:
+    return {"event": "interrupted", "number": number, "reason": reason}
+
+
+def exited(ending: Ending, exit_: Exit, *, step: int, reason: str, at: datetime) -> Event:
+    return {
+        "event": "exited",
+        "ending": ending,
+        "code": exit_.code,
+        "step": step,
+        "reason": reason,
+        "at": at.isoformat(),
+    }
+
+
+def concluded(conclusion: Conclusion) -> Event:
+    return {
+        "event": "concluded",
+        "outcome": conclusion.outcome,
+        "reason": conclusion.reason,
+        "at": conclusion.at.isoformat(),
+    }
+
+
+def stop_sent(life: str, *, keep: bool, at: datetime) -> Event:
+    return {"event": "stop_sent", "life": life, "keep": keep, "at": at.isoformat()}
+
+
+def fold(history: History, event: Event) -> History:
+    """The history after one more event; an event of a newer runner changes nothing."""
+    match event:
+        case {"event": "accepted", "digest": digest, "at": at}:
+            first = history.accepted_at or datetime.fromisoformat(at)
+            return replace(history, accepted_at=first, job_digest=digest)
+        case {"event": "set_up", "digest": digest}:
+            return replace(history, set_up=digest)
+        case {"event": "launched"}:
+            return replace(history, attempts=(*history.attempts, _attempt(event)))
+        case {"event": "interrupted", "number": number}:
+            return replace(history, interrupted=number)
+        case {"event": "exited"}:
+            *before, last = history.attempts
+            return replace(history, attempts=(*before, _ended(last, event)))
+        case {"event": "concluded", "outcome": outcome, "reason": reason, "at": at}:
+            conclusion = Conclusion(outcome=Outcome(outcome), reason=reason, at=datetime.fromisoformat(at))
+            return replace(history, conclusion=conclusion)
+        case {"event": "stop_sent", "life": life}:
+            return replace(history, stop_sent_in=life)
+        case _:
+            return history
+
+
+def _attempt(event: Event) -> Attempt:
+    resume = event["resume"]
+    return Attempt(
+        number=event["number"],
+        id=event["id"],
+        resume=None if resume is None else Ref(**resume),
+        lineage=event["lineage"],
+        boot_id=event["boot_id"],
+        launched_at=datetime.fromisoformat(event["at"]),
+    )
+
+
+def _ended(attempt: Attempt, event: Event) -> Attempt:
+    return replace(
+        attempt,
+        ending=Ending(event["ending"]),
+        exit=Exit(code=event["code"]),
+        step=event["step"],
+        reason=event["reason"],
+        ended_at=datetime.fromisoformat(event["at"]),
+    )
+
+
+class Journal:
+    """The file. It is read once; what this process appends is folded as it goes."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self._path = path
+        self._disk = disk
+        self.history = read(path)
+
+    def append(self, event: Event) -> History:
+        """The event is durable when this returns. Call it before the act it announces."""
+        new = not self._path.exists()
+        if not new and not _ends_with_newline(self._path):
+            self._disk.append(self._path, b"\n")  # close off a torn line
+        self._disk.append(self._path, json.dumps(event, sort_keys=True).encode() + b"\n")
+        self._disk.sync(self._path)
+        if new:
+            self._disk.sync(self._path.parent)
+        self.history = fold(self.history, event)
+        return self.history
+
+
+def read(path: Path) -> History:
+    """The history in a journal; an empty one where there is no file."""
+    history = History()
+    for event in events(path):
+        history = fold(history, event)
+    return history
+
+
+def events(path: Path) -> list[Event]:
+    """All whole lines, oldest first."""
+    if not path.exists():
+        return []
+    found = []
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            event = json.loads(raw)
+        except ValueError:
+            continue  # torn by a crash, then closed off by the next append
+        if isinstance(event, dict):
+            found.append(event)
+    return found
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        if file.tell() == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
