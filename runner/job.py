@@ -8,16 +8,27 @@ sees a `dict` from the user.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 # ------------------------------------------------------------------- durations, sizes, money
 
@@ -27,6 +38,7 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT")
 }
+_PLACEHOLDER_OF_FOLDER = re.compile(r"\{(?:config_dir|workspace)\}")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(ms|s|m|h|d))+")
 
 
@@ -79,7 +91,7 @@ SecretName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 # -------------------------------------------------------------------------------- choices
@@ -143,6 +155,26 @@ class ArchiveSource(Model):
     archive: str = Field(description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip`: path, https:// or s3:// address.")
 
 
+def _kind_of_source(value: object) -> str | None:
+    """Which kind a `source` means to be, so that a message speaks of that kind only."""
+    if isinstance(value, Model):
+        return type(value).__name__
+    kinds = {"git": "GitSource", "path": "PathSource", "archive": "ArchiveSource"}
+    return next((kinds[key] for key in kinds if isinstance(value, Mapping) and key in value), None)
+
+
+Source = Annotated[
+    Annotated[GitSource, Tag("GitSource")]
+    | Annotated[PathSource, Tag("PathSource")]
+    | Annotated[ArchiveSource, Tag("ArchiveSource")],
+    Discriminator(
+        _kind_of_source,
+        custom_error_type="source_kind",
+        custom_error_message="must have one of git, path, archive",
+    ),
+]
+
+
 class DataItem(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     source: str = Field(alias="from", description="Folder or file in a store: s3:// or file://.")
@@ -169,9 +201,15 @@ class CheckpointPolicy(Model):
         description="Folder of the checkpoints. Its parent is the run folder: journal, logs, evidence.",
     )
     save_interval: Duration = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
-    keep_last: int = Field(default=2, description="How many stay on this disk. One is not enough: the newest may be damaged.")
-    resume: str = Field(default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL.")
-    staging: Literal["auto", "full", "chunked"] = Field(default="auto", description="Memory for a save: a full copy or pieces.")
+    keep_last: int = Field(
+        default=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
+    )
+    resume: str = Field(
+        default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL."
+    )
+    staging: Literal["auto", "full", "chunked"] = Field(
+        default="auto", description="Memory for a save: a full copy or pieces."
+    )
 
     @field_validator("keep_last")
     @classmethod
@@ -183,7 +221,9 @@ class CheckpointPolicy(Model):
 
 
 class OffloadPolicy(Model):
-    to: str | None = Field(default=None, description="`s3://bucket/prefix` or `file:///folder`. Nothing: checkpoints stay here.")
+    to: str | None = Field(
+        default=None, description="`s3://bucket/prefix` or `file:///folder`. Nothing: checkpoints stay here."
+    )
     endpoint: str | None = Field(default=None, description="Address of an S3 server that is not AWS.")
     region: str | None = Field(default=None, description="Region of the bucket; most servers but AWS ignore it.")
     keep_last: int = Field(default=2, ge=1, description="How many stay in the store.")
@@ -194,8 +234,8 @@ class OffloadPolicy(Model):
     def _known(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        parts = urlsplit(value)
-        if (parts.scheme == "s3" and parts.netloc) or (parts.scheme == "file" and parts.path.startswith("/")):
+        parts = urlsplit(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1))
+        if (parts.scheme == "s3" and parts.netloc) or (parts.scheme, parts.netloc, parts.path[:1]) == ("file", "", "/"):
             return value.rstrip("/")
         msg = f"must be s3://bucket/prefix or file:///folder, got {value!r}"
         raise ValueError(msg)
@@ -203,15 +243,23 @@ class OffloadPolicy(Model):
 
 class PreflightPolicy(Model):
     comm_test: bool = Field(default=True, description="Let the cards talk before the job does.")
-    min_bus_bandwidth: Literal["auto"] | Size = Field(default="auto", description="Floor for the communication test, bytes a second.")
+    min_bus_bandwidth: Literal["auto"] | Size = Field(
+        default="auto", description="Floor for the communication test, bytes a second."
+    )
 
 
 class RestartPolicy(Model):
-    max_restarts_without_progress: int = Field(default=3, ge=1, description="Failed attempts in a row without a new checkpoint before giving up.")
+    max_restarts_without_progress: int = Field(
+        default=3, ge=1, description="Failed attempts in a row without a new checkpoint before giving up."
+    )
     initial_delay: Duration = Field(default=timedelta(seconds=10), description="Wait before the first restart.")
-    backoff_coefficient: float = Field(default=2.0, ge=1, le=100, description="Each further wait is longer by this factor.")
+    backoff_coefficient: float = Field(
+        default=2.0, ge=1, le=100, description="Each further wait is longer by this factor."
+    )
     max_delay: Duration = Field(default=timedelta(minutes=5), description="Longest wait.")
-    grace_period: Duration = Field(default=timedelta(minutes=2), description="How long an interrupted attempt may take to save and leave.")
+    grace_period: Duration = Field(
+        default=timedelta(minutes=2), description="How long an interrupted attempt may take to save and leave."
+    )
 
 
 class HangPolicy(Model):
@@ -222,21 +270,58 @@ class HangPolicy(Model):
 
 
 class Limits(Model):
-    max_duration: Duration | None = Field(default=None, description="For the whole run, all machines together. Nothing: 24h a machine.")
-    until: str | None = Field(default=None, description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time.")
+    max_duration: Duration | None = Field(
+        default=None, description="For the whole run, all machines together. Nothing: 24h a machine."
+    )
+    until: str | None = Field(
+        default=None, description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time."
+    )
     max_cost: Money | None = Field(default=None, description="For the whole run, in the provider's currency.")
-    on_limit: OnLimit = Field(default=OnLimit.KEEP_DATA, description="`keep_data`: what is only here is saved first. `stop_anyway`: never a minute more.")
+    on_limit: OnLimit = Field(
+        default=OnLimit.KEEP_DATA,
+        description="`keep_data`: what is only here is saved first. `stop_anyway`: never a minute more.",
+    )
+
+    @field_validator("until")
+    @classmethod
+    def _a_moment(cls, value: str | None) -> str | None:
+        if value is None or _is_clock_time(value) or _is_moment(value):
+            return value
+        msg = f"must be a clock time with a zone such as 07:00 Europe/Berlin, or 2026-01-31T07:00+01:00, got {value!r}"
+        raise ValueError(msg)
+
+
+def _is_clock_time(value: str) -> bool:
+    match = re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d ([A-Za-z0-9_+/-]+)", value)
+    try:
+        return match is not None and bool(ZoneInfo(match[2]).key)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        return False
+
+
+def _is_moment(value: str) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
 
 
 class FinishPolicy(Model):
     on_success: AtEnd = Field(default=AtEnd.STOP, description="What becomes of the server: `stop` or `keep`.")
     on_failure: AtEnd = Field(default=AtEnd.STOP, description="The same after a failure.")
-    hold: Literal["auto"] | Duration = Field(default="auto", description="After an early end, keep the server for a look. `auto`: until the paid minutes are used up.")
-    save_folder: str = Field(default="{workspace}", description="Folder the provider keeps when something is only here.")
+    hold: Literal["auto"] | Duration = Field(
+        default="auto",
+        description="After an early end, keep the server for a look. `auto`: until the paid minutes are used up.",
+    )
+    save_folder: str = Field(
+        default="{workspace}", description="Folder the provider keeps when something is only here."
+    )
 
 
 class ProviderPolicy(Model):
-    kind: ProviderName = Field(default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment.")
+    kind: ProviderName = Field(
+        default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment."
+    )
     max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
     stop_command: Texts = Field(default=(), description="With `kind: command`: the program that stops this server.")
 
@@ -247,20 +332,32 @@ class ProviderPolicy(Model):
 class Job(Model):
     """One job. Everything but `command` has a sensible default."""
 
-    name: str = Field(default="job", description="One name, one run: its folder, its prefix in the store, its lease. `{date}` for nightly runs.")
-    command: str = Field(min_length=1, description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in.")
+    name: str = Field(
+        default="job",
+        description="One name, one run: its folder, its prefix in the store, its lease. `{date}` for nightly runs.",
+    )
+    command: str = Field(
+        min_length=1,
+        description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in.",
+    )
     launcher: LauncherName = Field(default=LauncherName.TORCHRUN, description="What starts one process per card.")
     framework: FrameworkName = Field(default=FrameworkName.AUTO, description="Who saves the checkpoints.")
     cards: Literal["all"] | int = Field(default="all", description="How many cards to use.")
-    cpu_processes: int = Field(default=0, ge=0, le=64, description="Processes to start where there is no card at all. 0: no card is a refusal.")
-    workdir: str | None = Field(default=None, description="Where the command runs. Nothing: the source's folder, else the folder of job.yaml.")
-    source: GitSource | PathSource | ArchiveSource | None = Field(default=None, description="Where the code comes from. Nothing: it is already here.")
+    cpu_processes: int = Field(
+        default=0, ge=0, le=64, description="Processes to start where there is no card at all. 0: no card is a refusal."
+    )
+    workdir: str | None = Field(
+        default=None, description="Where the command runs. Nothing: the source's folder, else the folder of job.yaml."
+    )
+    source: Source | None = Field(default=None, description="Where the code comes from. Nothing: it is already here.")
     setup: Texts = Field(default=(), description="Shell commands, run once per source in the training environment.")
     setup_timeout: Duration = Field(default=timedelta(minutes=30), description="Time limit for one setup command.")
     data: tuple[DataItem, ...] = Field(default=(), description="Data brought in before training.")
     outputs: Texts = Field(default=(), description="Folders copied to the store again and again, and at the end.")
     env: Mapping[str, str] = Field(default_factory=dict, description="Environment of the training command.")
-    secrets: tuple[SecretName, ...] = Field(default=(), description="Names only; values come from the environment or /run/secrets.")
+    secrets: tuple[SecretName, ...] = Field(
+        default=(), description="Names only; values come from the environment or /run/secrets."
+    )
     model: ModelSize | None = Field(default=None, description="Lets preflight and plan do sums.")
     batch: Batch | None = Field(default=None, description="The global batch is kept whatever the number of cards.")
     checkpoint: CheckpointPolicy = Field(default=CheckpointPolicy(), description="Saving and resuming.")
@@ -271,7 +368,10 @@ class Job(Model):
     limits: Limits = Field(default=Limits(), description="Time and money.")
     finish: FinishPolicy = Field(default=FinishPolicy(), description="What becomes of the server.")
     provider: ProviderPolicy = Field(default=ProviderPolicy(), description="Who rents the server out.")
-    python: str = Field(default="auto", description="The training interpreter, or a virtual environment. `auto`: the first of `python3` on PATH and the supervisor's own that has torch.")
+    python: str = Field(
+        default="auto",
+        description="The training interpreter, or a virtual environment. `auto`: the first of `python3` on PATH and the supervisor's own that has torch.",
+    )
     notify: tuple[SecretName, ...] = Field(default=(), description="Names of secrets that hold notification URLs.")
 
     @field_validator("name")
@@ -307,20 +407,45 @@ class Job(Model):
         """The run folder. Placeholders are filled in by `fill`, before anything uses it."""
         return self.checkpoint_dir.parent
 
-    def fill(self, *, workspace: str, date: str) -> Job:
-        """The same job with `{workspace}`, `{name}` and `{date}` put in everywhere they may stand."""
+    def fill(self, *, workspace: str, date: str, config_dir: str = "") -> Job:
+        """
+        The same job with `{workspace}`, `{name}`, `{date}` and `{config_dir}` put in everywhere they may stand.
+
+        `{config_dir}` is the folder of job.yaml; relative folders start there.
+        """
         name = self.name.replace("{date}", date)
+        known = {"{workspace}": workspace, "{name}": name, "{date}": date, "{config_dir}": config_dir}
 
         def put(text: str) -> str:
-            return text.replace("{workspace}", workspace).replace("{name}", name).replace("{date}", date)
+            return re.sub("|".join(map(re.escape, known)), lambda match: known[match[0]], text)
 
+        def folder(text: str) -> str:
+            return posixpath.normpath(posixpath.join(config_dir, put(text)))
+
+        def address(text: str) -> str:
+            filled = put(text)
+            return f"file://{posixpath.normpath(filled[7:])}" if filled.startswith("file://") else filled
+
+        source = self.source
+        if isinstance(source, PathSource):
+            source = source.model_copy(update={"path": folder(source.path)})
+        elif isinstance(source, ArchiveSource) and "://" not in source.archive:
+            source = source.model_copy(update={"archive": folder(source.archive)})
         return self.model_copy(
             update={
                 "name": name,
-                "workdir": None if self.workdir is None else put(self.workdir),
+                "workdir": None if self.workdir is None else folder(self.workdir),
+                "source": source,
+                "data": tuple(
+                    item.model_copy(update={"source": address(item.source), "to": folder(item.to)})
+                    for item in self.data
+                ),
                 "outputs": tuple(put(o) for o in self.outputs),
                 "env": {k: put(v) for k, v in self.env.items()},
-                "checkpoint": self.checkpoint.model_copy(update={"dir": put(self.checkpoint.dir)}),
-                "finish": self.finish.model_copy(update={"save_folder": put(self.finish.save_folder)}),
+                "checkpoint": self.checkpoint.model_copy(update={"dir": folder(self.checkpoint.dir)}),
+                "offload": self.offload.model_copy(
+                    update={"to": None if self.offload.to is None else address(self.offload.to)}
+                ),
+                "finish": self.finish.model_copy(update={"save_folder": folder(self.finish.save_folder)}),
             }
         )

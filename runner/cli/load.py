@@ -1,0 +1,236 @@
+"""
+job.yaml, wherever it comes from, as a `Job`; or every problem with it, a line each.
+
+Names of secrets stay names here: nothing in this module reads a secret's value.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from runner.cli.complaints import complaints
+from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
+from runner.errors import JobError
+from runner.job import ArchiveSource, Job, PathSource
+
+MAX_BYTES: Final = 1 << 20
+FETCH_TIMEOUT_S: Final = 30.0
+STDIN: Final = "-"
+JOB_VARIABLE: Final = "RUNNER_JOB"
+DATE_VARIABLE: Final = "RUNNER_DATE"
+WORKSPACE_VARIABLE: Final = "VRAMFARM_WORKSPACE"
+
+_PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
+_EXPLAIN: Final = (
+    "vramfarm-runner validate job.yaml checks it without starting anything; docs/job-yaml.md has every key"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedJob:
+    """A job that is ready to run: every placeholder of a folder or name is filled in."""
+
+    job: Job
+    text: str  # as written
+    path: str  # where it came from, for messages
+    folder: Path  # relative names in it start here
+    workspace: Path
+
+
+def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
+    """
+    Return the job at `source`: a path, `-`, or an https:// address; without one, $RUNNER_JOB.
+
+    `JobError` has one line for every problem.
+    """
+    name, text, folder = _read(source, env)
+    job, root = _parse(name, text)
+    workspace = workspace_of(env)
+    filled = job.fill(workspace=str(workspace), date=_date(env), config_dir=str(folder))
+    _refuse(name, list(_unfilled(filled, root)))
+    return LoadedJob(job=filled, text=text, path=name, folder=folder, workspace=workspace)
+
+
+def parse_job(name: str, text: str) -> Job:
+    """The job as written, placeholders and all; `name` stands in messages."""
+    return _parse(name, text)[0]
+
+
+def workspace_of(env: Mapping[str, str]) -> Path:
+    """$VRAMFARM_WORKSPACE; else /workspace where there is one that we may write; else the current folder."""
+    if named := env.get(WORKSPACE_VARIABLE):
+        return Path(named).absolute()
+    usual = Path("/workspace")
+    return usual if os.access(usual, os.W_OK) else Path.cwd()
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+def _read(source: str | None, env: Mapping[str, str]) -> tuple[str, str, Path]:
+    """(name, text, folder of relative names)."""
+    if source is None:
+        return f"${JOB_VARIABLE}", _from_variable(env), Path.cwd()
+    if source == STDIN:
+        return "stdin", _text("stdin", sys.stdin.buffer.read(MAX_BYTES + 1)), Path.cwd()
+    if source.startswith("https://"):
+        return _shown(source), _text(_shown(source), _fetch(source)), Path.cwd()
+    if "://" in source:
+        raise JobError(f"{_shown(source)}: expected a path, - or an https:// address")
+    path = Path(source).absolute()
+    return source, _text(source, _from_file(source, path)), path.parent
+
+
+def _from_file(source: str, path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except IsADirectoryError:
+        raise JobError(f"{source}: expected a file, found a folder", hint=f"name the file: {source}/job.yaml") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise JobError(f"{source}: cannot be read: {reason}", hint="in a container, mount its folder first") from None
+
+
+def _from_variable(env: Mapping[str, str]) -> str:
+    value = env.get(JOB_VARIABLE, "").strip()
+    if not value:
+        raise JobError(
+            f"no job: expected --config FILE, or its text in ${JOB_VARIABLE}, found neither",
+            hint="vramfarm-runner run --config job.yaml",
+        )
+    compact = "".join(value.split())
+    if not re.fullmatch(r"[A-Za-z0-9+/_-]+=*", compact):
+        return _text(f"${JOB_VARIABLE}", value.encode())
+    try:
+        raw = base64.b64decode(compact.replace("-", "+").replace("_", "/"), validate=True)
+    except binascii.Error as error:
+        raise JobError(f"${JOB_VARIABLE}: expected YAML, or base64 of it: {str(error).lower()}") from None
+    return _text(f"${JOB_VARIABLE}", raw)
+
+
+def _fetch(url: str) -> bytes:
+    """At most `MAX_BYTES` + 1 within `FETCH_TIMEOUT_S`, however slowly the server talks."""
+    shown = _shown(url)
+    give_up_at = time.monotonic() + FETCH_TIMEOUT_S
+    parts: list[bytes] = []
+    try:
+        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S / 3) as answer:  # noqa: S310  # https, checked above
+            if not answer.url.startswith("https://"):
+                raise JobError(f"{shown}: leads to an address that is not https://")
+            while sum(map(len, parts)) <= MAX_BYTES and (part := answer.read1(1 << 16)):
+                parts.append(part)
+                if time.monotonic() > give_up_at:
+                    raise JobError(f"{shown}: not read within {FETCH_TIMEOUT_S:g} s")
+    except urllib.error.HTTPError as error:
+        raise JobError(f"{shown}: expected a file, the server answered {error.code} {error.reason}") from None
+    except (OSError, ssl.SSLError, ValueError) as error:
+        raise JobError(f"{shown}: cannot be read: {error}") from None
+    return b"".join(parts)
+
+
+def _shown(url: str) -> str:
+    """The address without what may be secret in it."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _text(name: str, raw: bytes) -> str:
+    if len(raw) > MAX_BYTES:
+        raise JobError(f"{name}: expected at most {MAX_BYTES >> 20} MiB; this is no job.yaml")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise JobError(f"{name}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
+
+
+# ------------------------------------------------------------------------------- parsing
+
+
+def _parse(name: str, text: str) -> tuple[Job, Node]:
+    try:
+        root = parse_document(text)
+        return Job.model_validate(_expect_keys(root)), root
+    except DocumentError as error:
+        problems = error.problems
+    except ValidationError as error:
+        problems = complaints(error, root)
+    _refuse(name, list(problems))
+    raise AssertionError
+
+
+def _expect_keys(root: Node) -> object:
+    if isinstance(root, Mapped):
+        return plain(_with_text_env(root))
+    found = "a list" if not isinstance(root, Scalar) else f"{root.text[:40]!r}" if root.text else "nothing"
+    raise DocumentError(Problem(root.line, f"expected keys and values such as command: train.py, found {found}"))
+
+
+def _with_text_env(root: Mapped) -> Mapped:
+    """Values of `env` as they were written: `OMP_NUM_THREADS: 8` means the text 8, `false` the text false."""
+    env = root.entries.get("env")
+    if not isinstance(env, Mapped):
+        return root
+    texts: dict[str, Node] = {
+        key: Scalar(value.line, value.text, value.text) if isinstance(value, Scalar) and value.text else value
+        for key, value in env.entries.items()
+    }
+    entries = {**root.entries, "env": Mapped(env.line, texts, env.lines, env.size)}
+    return Mapped(root.line, entries, root.lines, root.size)
+
+
+def _unfilled(job: Job, root: Node) -> Iterator[Problem]:
+    """A placeholder that nothing fills would become a folder of that name."""
+    texts = [
+        ("workdir", job.workdir or ""),
+        ("checkpoint.dir", job.checkpoint.dir),
+        ("offload.to", job.offload.to or ""),
+        ("finish.save_folder", job.finish.save_folder),
+        *(("outputs", output) for output in job.outputs),
+        *(("data", text) for item in job.data for text in (item.source, item.to)),
+        ("source.path", job.source.path if isinstance(job.source, PathSource) else ""),
+        ("source.archive", job.source.archive if isinstance(job.source, ArchiveSource) else ""),
+    ]
+    for name, text in texts:
+        for placeholder in _PLACEHOLDER.findall(text):
+            known = "{workspace}, {name}, {date} or {config_dir}"
+            yield Problem(_line(root, name), f"{name}: expected {known}, found {placeholder}")
+
+
+def _line(root: Node, name: str) -> int:
+    node, line = root, 0
+    for part in name.split("."):
+        if isinstance(node, Mapped) and part in node.entries:
+            line, node = node.lines[part], node.entries[part]
+    return line
+
+
+def _refuse(name: str, problems: list[Problem]) -> None:
+    """Raise `JobError` if there are problems."""
+    if not problems:
+        return
+    lines = [
+        f"{name}:{problem.line}: {problem.text}" if problem.line else f"{name}: {problem.text}" for problem in problems
+    ]
+    raise JobError("\n".join(lines), hint=_EXPLAIN)
+
+
+def _date(env: Mapping[str, str]) -> str:
+    return env.get(DATE_VARIABLE) or datetime.now(UTC).date().isoformat()
