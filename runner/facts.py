@@ -75,6 +75,8 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
+    """The job is over; a boot after this only gets things off the machine and stops it."""
+
     outcome: Outcome
     reason: str
     at: datetime
@@ -91,6 +93,9 @@ class History:
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
     conclusion: Conclusion | None = None
     stop_sent_in: str = ""  # the life that last asked for the server's stop
+    opened_at: datetime | None = None  # accepted, or reopened by the operator: limits count from here
+    budget_from: int = 0  # attempts before this index belong to a part of the run that is over
+    fresh_from: int = 0  # number of the attempt that started over; checkpoints before it are not used
 
 
 # ------------------------------------------------------------------------------- slow work
@@ -220,6 +225,7 @@ class Observed:
     leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
     ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
+    damaged: tuple[str, ...] = ()  # set aside on this disk
     unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)

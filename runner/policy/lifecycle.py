@@ -20,7 +20,7 @@ from runner.facts import (
 from runner.job import AtEnd, Job
 from runner.policy.limits import limit_at
 from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
-from runner.policy.resume import Fetch, From, plan_resume
+from runner.policy.resume import NEVER, Fetch, From, plan_resume, resume_floor
 from runner.policy.retention import plan_retention
 from vramfarm.protocol import Ref
 
@@ -306,15 +306,12 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
 
 
 def _between_attempts(job: Job, history: History, seen: Observed) -> Action:
-    return (
-        _reason_to_end(history, seen)
-        or _prepare(job, history, seen)
-        or _next_attempt(job, history, seen)
-    )
+    return _reason_to_end(history, seen) or _prepare(job, history, seen) or _next_attempt(job, history, seen)
 
 
 def _reason_to_end(history: History, seen: Observed) -> Action | None:
-    succeeded = bool(history.attempts) and history.attempts[-1].ending is Ending.SUCCEEDED
+    recent = history.attempts[history.budget_from :]
+    succeeded = bool(recent) and recent[-1].ending is Ending.SUCCEEDED
     limit = limit_at(history, seen)
     if succeeded:
         return Conclude(Outcome.SUCCEEDED, "training is done")
@@ -343,9 +340,14 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if seen.offsite is None:
         return _wait_for_store(seen)
     elsewhere = seen.concluded_elsewhere
-    if elsewhere and not history.attempts and job.checkpoint.resume != "never":
+    over = elsewhere and elsewhere.outcome in _OVER_EVERYWHERE
+    if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
         return Conclude(elsewhere.outcome, f"{elsewhere.reason} (on an earlier machine)")
     return None
+
+
+# A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.
+_OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
 
 
 def _wait_for_store(seen: Observed) -> Action | None:
@@ -354,7 +356,9 @@ def _wait_for_store(seen: Observed) -> Action | None:
         if state.final:
             return Conclude(Outcome.STORE, state.error)
         if not seen.local and seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            return Conclude(Outcome.STORE, f"no answer for {STORE_PATIENCE.total_seconds() / 60:.0f} min: {state.error}")
+            return Conclude(
+                Outcome.STORE, f"no answer for {STORE_PATIENCE.total_seconds() / 60:.0f} min: {state.error}"
+            )
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
         return _begin(TaskKind.SURVEY, "store", seen) or Wait(retry_at(state))
@@ -382,13 +386,11 @@ def _set_up(history: History, seen: Observed) -> Action | None:
 def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     local = {c.ref for c in seen.local}
     offsite = {c.ref for c in seen.offsite or ()}
-    started = history.attempts[0].lineage if history.attempts else None
-    plan = plan_resume(
-        local, offsite, resume=job.checkpoint.resume, unusable=seen.unusable, started_lineage=started
-    )
-    newest = plan.ref
-    if history.attempts:
-        match decide_restart(history.attempts, newest, job.restart):
+    floor = resume_floor(history, never=job.checkpoint.resume == NEVER)
+    plan = plan_resume(local, offsite, floor=floor, unusable=seen.unusable)
+    recent = history.attempts[history.budget_from :]
+    if recent:
+        match decide_restart(recent, plan.ref, job.restart):
             case Succeeded():
                 return Conclude(Outcome.SUCCEEDED, "training is done")
             case GiveUp(reason=reason):
@@ -399,16 +401,15 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
                 pass
     if isinstance(plan, Fetch):
         return _begin(TaskKind.RESTORE, plan.ref.name, seen) or Wait()
-    return _launch(history, seen, plan)
+    return _launch(history, seen, plan, floor)
 
 
-def _launch(history: History, seen: Observed, plan: From) -> Action:
-    if plan.ref is None and seen.unusable:
-        names = ", ".join(sorted(seen.unusable))
-        return Conclude(
-            Outcome.STORE,
-            f"checkpoints exist and none can be used ({names}); `resume: never` starts over",
-        )
+def _launch(history: History, seen: Observed, plan: From, floor: int | None) -> Action:
+    """A run that had a checkpoint never starts over by itself."""
+    lost = sorted({*seen.unusable, *seen.damaged})
+    if plan.ref is None and floor is not None and lost:
+        reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
+        return Conclude(Outcome.STORE, reason)
     return Launch(len(history.attempts) + 1, plan.ref, plan.lineage)
 
 

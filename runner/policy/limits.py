@@ -20,6 +20,6 @@ def reserve(history: History, seen: Observed) -> timedelta:
     minute; never more than a quarter of the whole time, so that a short limit still trains.
     """
     wanted = timedelta(seconds=2 * (seen.last_save_s + seen.last_upload_s)) + _LEAST
-    if seen.deadline_at is None or history.accepted_at is None:
+    if seen.deadline_at is None or history.opened_at is None:
         return wanted
-    return min(wanted, max(seen.deadline_at - history.accepted_at, timedelta()) / 4)
+    return min(wanted, max(seen.deadline_at - history.opened_at, timedelta()) / 4)

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from runner.facts import History
 from vramfarm.protocol import Ref
 
 NEVER = "never"
@@ -24,30 +25,36 @@ class Fetch:
 
 
 def plan_resume(
-    local: Collection[Ref],
-    offsite: Collection[Ref],
-    *,
-    resume: str,
-    unusable: Collection[str],
-    started_lineage: int | None,
+    local: Collection[Ref], offsite: Collection[Ref], *, floor: int | None, unusable: Collection[str]
 ) -> From | Fetch:
     """
-    Take the newest checkpoint there is, wherever it is.
+    Take the newest checkpoint there is, wherever it is, of lineage `floor` or later.
 
-    `resume: never` starts a new lineage on the first launch, and sees only that lineage
-    afterwards: a restart in the night must not start over again. `unusable` names offsite
-    checkpoints that failed to restore. `started_lineage` is the first attempt's, None before it.
+    `floor` None starts over now, in a new lineage. `unusable` names offsite checkpoints that
+    failed to restore.
     """
     everything = {*local, *offsite}
     newest_lineage = max((ref.lineage for ref in everything), default=0)
-    if resume == NEVER and started_lineage is None:
+    if floor is None:
         return From(None, newest_lineage + 1)
-    floor = started_lineage if resume == NEVER and started_lineage is not None else 0
     usable = {ref for ref in everything if ref.lineage >= floor and (ref in local or ref.name not in unusable)}
     if not usable:
-        return From(None, max(started_lineage or 1, newest_lineage, 1))
+        return From(None, max(floor, newest_lineage, 1))
     best = max(usable)
     if best not in local:
         return Fetch(best)
     rolled_back = best < max(everything)
     return From(best, newest_lineage + 1 if rolled_back else best.lineage)
+
+
+def resume_floor(history: History, *, never: bool) -> int | None:
+    """
+    The oldest lineage this run may resume from; None: start over now.
+
+    `resume: never` and `--start-over` hold for the first launch only: a restart in the night
+    must not start over again.
+    """
+    first = history.fresh_from or int(never)
+    if not first:
+        return 0
+    return next((a.lineage for a in history.attempts if a.number >= first), None)

@@ -26,6 +26,10 @@ def accepted(digest: str, at: datetime) -> Event:
     return {"event": "accepted", "digest": digest, "at": at.isoformat()}
 
 
+def reopened(*, start_over: bool, at: datetime) -> Event:
+    return {"event": "reopened", "start_over": start_over, "at": at.isoformat()}
+
+
 def set_up(digest: str) -> Event:
     return {"event": "set_up", "digest": digest}
 
@@ -74,8 +78,19 @@ def fold(history: History, event: Event) -> History:
     """The history after one more event; an event of a newer runner changes nothing."""
     match event:
         case {"event": "accepted", "digest": digest, "at": at}:
-            first = history.accepted_at or datetime.fromisoformat(at)
-            return replace(history, accepted_at=first, job_digest=digest)
+            now = datetime.fromisoformat(at)
+            first, opened = history.accepted_at or now, history.opened_at or now
+            return replace(history, accepted_at=first, opened_at=opened, job_digest=digest)
+        case {"event": "reopened", "start_over": start_over, "at": at}:
+            count = len(history.attempts)
+            fresh = count + 1 if start_over else history.fresh_from
+            return replace(
+                history,
+                conclusion=None,
+                opened_at=datetime.fromisoformat(at),
+                budget_from=count,
+                fresh_from=fresh,
+            )
         case {"event": "set_up", "digest": digest}:
             return replace(history, set_up=digest)
         case {"event": "launched"}:

@@ -1,0 +1,334 @@
+"""
+What a person reads: one line an action, as `decide` named it, each with what and why; and
+`status.json`. Pure: facts in, text out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+from runner.facts import Attempt, Ending, Failed, Finished, History, Observed, Running, Server, TaskKind
+from runner.job import Job
+from runner.policy.lifecycle import (
+    EXIT_CODES,
+    Accept,
+    Action,
+    Begin,
+    Conclude,
+    Discard,
+    End,
+    Interrupt,
+    Kill,
+    Launch,
+    Leave,
+    NoteSetUp,
+    Prune,
+    RecordExit,
+    SetAside,
+    Wait,
+)
+
+_MINIMUM_MINUTES = 15
+
+
+def size(num_bytes: float) -> str:
+    """`12.4 GB`: decimal units, as disks and bills have them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:  # noqa: PLR2004  # the base of the units
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def span(seconds: float) -> str:
+    """`45s`, `12m 30s`, `3h 05m`, `2d 04h`."""
+    whole = max(round(seconds), 0)
+    if whole < 60:  # noqa: PLR2004
+        return f"{whole}s"
+    if whole < 3600:  # noqa: PLR2004
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86_400:  # noqa: PLR2004
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d {whole % 86_400 // 3600:02d}h"
+
+
+def cost(server: Server | None, first_boot_at: datetime | None, now: datetime) -> str | None:
+    """What this server has cost so far by its price, whole minutes, at least fifteen; None without a price."""
+    if server is None or not server.price_per_hour or first_boot_at is None:
+        return None
+    minutes = max(_MINIMUM_MINUTES, -int(-(now - first_boot_at).total_seconds() // 60))
+    amount = Decimal(server.price_per_hour) * minutes / 60
+    return f"{amount.quantize(Decimal('0.01'), ROUND_HALF_UP)} {server.currency}"
+
+
+# ---------------------------------------------------------------------------------- actions
+
+
+def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line an action
+    """The action in one line; empty for waiting, which is not worth one."""
+    match action:
+        case Accept():
+            return "accept the job"
+        case Begin(kind=TaskKind.SURVEY):
+            return "look into the store"
+        case Begin(kind=TaskKind.SETUP):
+            return "bring the source and run the set-up"
+        case Begin(kind=TaskKind.UPLOAD, subject=name):
+            return f"upload {name}"
+        case Begin(kind=TaskKind.RESTORE, subject=name):
+            return f"restore {name} from the store: this disk does not have it"
+        case Begin(kind=TaskKind.VERIFY, subject=name):
+            return f"verify {name} in the store: sizes and checksums, as the store reports them"
+        case Begin(kind=kind, subject=subject):
+            return f"{kind} {subject}"
+        case NoteSetUp():
+            return "the set-up is in place"
+        case Discard(name=name):
+            return f"discard {name}: it was never committed"
+        case Prune(ref=ref):
+            return f"prune {ref.name}: newer ones are kept"
+        case SetAside(ref=ref):
+            return f"set aside {ref.name}: its bytes are not what its manifest says; it is kept as .damaged-{ref.name}"
+        case Launch(number=number, resume=None, lineage=lineage):
+            return f"launch attempt {number} from step 0 (lineage {lineage})"
+        case Launch(number=number, resume=resume):
+            assert resume is not None
+            return f"launch attempt {number} from step {resume.step} ({resume.name})"
+        case RecordExit():
+            return _describe_exit(action)
+        case Interrupt(reason=reason):
+            return f"interrupt: save and leave ({reason})"
+        case Kill(reason=reason, savers=savers):
+            return f"kill {'the saver' if savers else 'the attempt'}: {reason}"
+        case Conclude(outcome=outcome, reason=reason):
+            return f"conclude {outcome}: {reason}"
+        case End(reason=reason):
+            return f"end: {reason}"
+        case Leave():
+            return "leave: this boot ends, the job does not"
+        case Wait():
+            return ""
+
+
+def _describe_exit(action: RecordExit) -> str:
+    code = action.exit.code
+    how = "its exit was not seen" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
+    reason = f": {action.reason}" if action.reason else ""
+    return f"attempt {action.ending} at step {action.step} ({how}){reason}"
+
+
+# --------------------------------------------------------------------------------- progress
+
+
+def progress_line(seen: Observed) -> str:
+    """`step 120/400  loss 2.3456  9.8 steps/s  about 28s left`."""
+    progress = seen.progress
+    total = f"/{progress.max_steps}" if progress.max_steps else ""
+    parts = [f"step {progress.step}{total}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.steps_per_s:
+        rate = progress.steps_per_s
+        parts.append(f"{rate:.2f} steps/s" if rate >= 0.1 else f"{1 / rate:.1f} s/step")  # noqa: PLR2004
+    eta = eta_s(seen)
+    if eta is not None:
+        parts.append(f"about {span(eta)} left")
+    return "  ".join(parts)
+
+
+def eta_s(seen: Observed) -> float | None:
+    progress = seen.progress
+    if not progress.max_steps or not progress.steps_per_s:
+        return None
+    return max(progress.max_steps - progress.step, 0) / progress.steps_per_s
+
+
+def changes(before: Observed | None, after: Observed) -> Iterator[str]:
+    """What came about between two looks and is worth a line."""
+    old_local = {c.ref for c in before.local} if before else {c.ref for c in after.local}
+    for checkpoint in after.local:
+        if checkpoint.ref not in old_local:
+            took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
+            yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
+    if before and after.progress.num_failed > before.progress.num_failed and after.progress.save_error:
+        yield f"save failed: {after.progress.save_error}; training goes on"
+    yield from _task_changes(before, after)
+
+
+def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
+    for kind, state in after.tasks.items():
+        if before is None or state == before.tasks.get(kind):
+            continue
+        if isinstance(state, Finished):
+            yield f"{kind} {state.subject} done{_result(state)}"
+        if isinstance(state, Failed):
+            again = "" if state.final else f" (failure {state.failures}; it is tried again)"
+            hint = f"; {state.hint}" if state.hint else ""
+            yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
+
+
+def _result(state: Finished) -> str:
+    summary = state.result.get("summary")
+    return f": {summary}" if summary else ""
+
+
+# ------------------------------------------------------------------------------------ phase
+
+
+def phase(history: History, seen: Observed) -> str:
+    """One word for what is going on, for display only."""
+    running = {kind for kind, state in seen.tasks.items() if isinstance(state, Running)}
+    if history.stop_sent_in == seen.life:
+        return "STOPPING"
+    if history.conclusion:
+        return "DRAINING"
+    if seen.live is not None:
+        return _live_phase(seen)
+    if TaskKind.RESTORE in running:
+        return "RESTORING"
+    if TaskKind.SETUP in running:
+        return "SETUP"
+    failed = bool(history.attempts) and history.attempts[-1].ending is Ending.FAILED
+    return "BACKOFF" if failed else "PREFLIGHT"
+
+
+def _live_phase(seen: Observed) -> str:
+    if seen.leave_sent_at is not None:
+        return "LEAVING"
+    return "RUNNING" if seen.progress.attached and seen.progress.step else "STARTING"
+
+
+# ----------------------------------------------------------------------------------- status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a status names beside history and the last look."""
+
+    run_dir: str
+    server: Server | None
+    first_boot_at: datetime | None
+    runner_pid: int
+
+
+def status(job: Job, history: History, seen: Observed, around: Surroundings, message: str) -> dict[str, Any]:
+    """What `status --json` prints, and what `<run>/status.json` holds."""
+    outcome = history.conclusion.outcome if history.conclusion else None
+    return {
+        "job": job.name,
+        "phase": phase(history, seen),
+        "step": _step(history, seen),
+        "max_steps": seen.progress.max_steps or None,
+        "loss": seen.progress.loss,
+        "steps_per_s": seen.progress.steps_per_s,
+        "eta_s": eta_s(seen),
+        "attempt": len(history.attempts),
+        "verdict": seen.refusal or None,
+        "checkpoints": _checkpoints(seen),
+        "store": f"{job.offload.to}/{job.name}" if job.offload.to else None,
+        "deadline_at": seen.deadline_at.isoformat() if seen.deadline_at else None,
+        "cost": cost(around.server, around.first_boot_at, seen.now),
+        "server": around.server.id if around.server else None,
+        "outcome": outcome,
+        "reason": history.conclusion.reason if history.conclusion else None,
+        "exit_code": EXIT_CODES[outcome] if outcome else None,
+        "message": message,
+        "run_dir": around.run_dir,
+        "runner_pid": around.runner_pid,
+        "updated_at": seen.now.isoformat(),
+    }
+
+
+def _step(history: History, seen: Observed) -> int:
+    """The newest step known: of the running attempt, of the last one, of the checkpoints."""
+    of_attempts = max((a.step for a in history.attempts[-1:]), default=0)
+    of_checkpoints = max((c.ref for c in (*seen.local, *(seen.offsite or ()))), default=None)
+    return max(seen.progress.step, of_attempts, of_checkpoints.step if of_checkpoints else 0)
+
+
+def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
+    local = {c.ref for c in seen.local}
+    offsite = {c.ref for c in seen.offsite or ()}
+    verified = seen.tasks.get(TaskKind.VERIFY)
+    name = verified.subject if isinstance(verified, Finished) else ""
+    return [
+        {
+            "step": ref.step,
+            "id": ref.id,
+            "lineage": ref.lineage,
+            "local": ref in local,
+            "offsite": ref in offsite,
+            "verified": ref in offsite or ref.name == name,
+        }
+        for ref in sorted(local | offsite)
+    ]
+
+
+# ---------------------------------------------------------------------------------- summary
+
+
+def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> list[str]:
+    """What is going to happen and why, before anything does."""
+    server = around.server
+    price = f" at {server.price_per_hour} {server.currency}/h" if server and server.price_per_hour else ""
+    where = f"server {server.id}{price}" if server else "this machine (no provider: nothing to stop)"
+    store = f"{job.offload.to}/{job.name}" if job.offload.to else "nowhere: checkpoints stay on this disk only"
+    deadline = f"{seen.deadline_at:%Y-%m-%d %H:%M} UTC" if seen.deadline_at else "none"
+    return [
+        f"job {job.name}: {job.command}",
+        f"on {where}; {machine}",
+        f"run folder {around.run_dir}",
+        f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; copies go to {store}",
+        f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
+    ]
+
+
+def closing(job: Job, history: History, seen: Observed, around: Surroundings, end: End) -> list[str]:
+    """What happened, where the weights are, what it cost, and what becomes of the server."""
+    outcome = history.conclusion.outcome if history.conclusion else "left"
+    checkpoints = sorted({c.ref for c in seen.local} | {c.ref for c in seen.offsite or ()})
+    lines = [
+        f"outcome      {outcome}: {end.reason}",
+        f"steps        {_step(history, seen)}",
+        f"attempts     {_attempts(history.attempts)}",
+        f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
+        f"weights      {_weights(job, seen)}",
+    ]
+    spent = cost(around.server, around.first_boot_at, seen.now)
+    if spent:
+        lines.append(f"cost         {spent} so far")
+    lines.append(f"server       {_server_end(around.server, end)}")
+    return lines
+
+
+def _attempts(attempts: tuple[Attempt, ...]) -> str:
+    endings = [a.ending for a in attempts]
+    parts = [f"{endings.count(e)} {e}" for e in Ending if e in endings]
+    return f"{len(attempts)}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _weights(job: Job, seen: Observed) -> str:
+    if seen.offsite:
+        newest = max(c.ref for c in seen.offsite)
+        return f"{job.offload.to}/{job.name}/checkpoints/{newest.name}"
+    if seen.local:
+        newest = max(c.ref for c in seen.local)
+        return f"{job.checkpoint.dir}/{newest.name} (only on this disk)"
+    return "none were saved"
+
+
+def _server_end(server: Server | None, end: End) -> str:
+    if server is None:
+        return "none to stop"
+    if not end.stop:
+        return f"{server.id} is kept, and billed"
+    kept = "its folder is kept by the provider" if end.keep else "its disk is thrown away, all is in the store"
+    return f"{server.id} is being stopped; {kept}"
+
+
+def since(then: datetime | None, now: datetime) -> timedelta:
+    return now - then if then else timedelta()
