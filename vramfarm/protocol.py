@@ -51,6 +51,7 @@ TEMPORARY: Final = ".tmp-"  # being written
 REMOVED: Final = ".removed-"  # out of sight, bytes follow
 DAMAGED: Final = ".damaged-"  # failed its checksums; kept for a human
 CHUNK_BYTES: Final = 8 << 20
+ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
@@ -187,8 +188,8 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
 def is_inside(path: str) -> bool:
     """Whether a relative path stays in its folder and is spelled in one way only."""
     parts = PurePosixPath(path).parts
-    plain = bool(parts) and "/".join(parts) == path and "\\" not in path and "\x00" not in path
-    return plain and parts[0] != "/" and ".." not in parts and path != MANIFEST
+    plain = bool(parts) and "/".join(parts) == path and "\\" not in path and path.isprintable()
+    return plain and parts[0] not in {"/", MANIFEST} and ".." not in parts
 
 
 def _expect(ok: bool, where: str, expected: str, found: object) -> None:  # noqa: FBT001  # reads as a claim

@@ -1,0 +1,245 @@
+"""
+Checkpoints on a disk.
+
+    step-00000500-0123abcd/          committed: the rename of the folder was the commit
+      shard-00000-of-00008.safetensors ...
+      MANIFEST.json                  written last, inside the temporary folder
+    .tmp-...                         being written; never looked at
+    .removed-...                     out of sight, bytes follow
+    .damaged-...                     failed its checksums; kept for a human
+
+Order, at any time:
+  - a manifest MUST name only shards that are durable;
+  - a checkpoint MUST leave its name, durably, before its first shard goes.
+
+Nothing in the folder is trusted: what is broken or hostile is reported and passed over.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from runner.errors import StoreError
+from runner.facts import Checkpoint
+from runner.storage.checksums import crc32
+from runner.storage.disk import Disk
+from vramfarm.protocol import (
+    ALGORITHM,
+    CHUNK_BYTES,
+    DAMAGED,
+    MANIFEST,
+    REMOVED,
+    TEMPORARY,
+    Manifest,
+    ProtocolError,
+    Ref,
+    Shard,
+    dump_manifest,
+    parse_manifest,
+)
+
+MAX_MANIFEST_BYTES: Final = 64 << 20
+_NUM_READERS: Final = 4
+
+
+def describe(manifest: Manifest) -> Checkpoint:
+    """The manifest as a fact; `ProtocolError` if its time or its algorithm makes no sense."""
+    try:
+        written_at = datetime.fromisoformat(manifest.written_at)
+    except ValueError:
+        raise ProtocolError(
+            f"{MANIFEST}: written_at: expected an ISO date and time, got {manifest.written_at[:40]!r}"
+        ) from None
+    if manifest.algorithm != ALGORITHM:
+        raise ProtocolError(f"{MANIFEST}: algorithm: expected {ALGORITHM!r}, got {manifest.algorithm[:40]!r}")
+    return Checkpoint(
+        ref=manifest.ref,
+        size_bytes=manifest.size_bytes,
+        world_size=manifest.world_size,
+        written_at=written_at if written_at.tzinfo else written_at.replace(tzinfo=UTC),
+        framework=manifest.framework,
+    )
+
+
+class CheckpointDir:
+    """The checkpoints of one run. `committed()` is the only reader that resume, retention and offload use."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self.root = root
+        self._disk = disk
+        self._parsed: dict[str, tuple[tuple[int, ...], Manifest | ProtocolError]] = {}
+
+    def committed(self) -> tuple[Checkpoint, ...]:
+        """
+        All checkpoints that are whole, oldest first.
+
+        Costs one `lstat` a shard; a manifest is parsed again only when its file has changed.
+        """
+        manifests = [manifest for _, manifest in self._read_all() if isinstance(manifest, Manifest)]
+        return tuple(describe(manifest) for manifest in sorted(manifests, key=lambda m: m.ref))
+
+    def problems(self) -> tuple[str, ...]:
+        """What has a checkpoint's name and is none, in plain words."""
+        return tuple(f"{name}: {found}" for name, found in self._read_all() if isinstance(found, ProtocolError))
+
+    def path(self, ref: Ref) -> Path:
+        return self.root / ref.name
+
+    def manifest(self, ref: Ref) -> Manifest:
+        """The manifest of a committed checkpoint; `StoreError` if there is none."""
+        found = self._read(ref.name)
+        if isinstance(found, ProtocolError) or found.ref != ref:
+            raise StoreError(f"{self.path(ref)}: expected a committed checkpoint, got {found}")
+        return found
+
+    def verify(self, ref: Ref) -> tuple[str, ...]:
+        """Read every byte; return what differs from the manifest, nothing if all is well."""
+        manifest, folder = self.manifest(ref), self.path(ref)
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            return tuple(p for found in pool.map(lambda s: _verify_shard(folder, s), manifest.shards) for p in found)
+
+    def remove(self, ref: Ref) -> None:
+        """Out of sight in one durable rename; the bytes follow."""
+        self._disk.remove(self._rename(ref, REMOVED))
+
+    def set_aside(self, ref: Ref) -> None:
+        """No longer a checkpoint, but kept for a human."""
+        self._rename(ref, DAMAGED)
+
+    def _rename(self, ref: Ref, prefix: str) -> Path:
+        target = self.root / f"{prefix}{ref.name}"
+        if self.path(ref).exists():
+            self._disk.remove(target)  # of a checkpoint that went before and was restored since
+            self._disk.rename(self.path(ref), target)
+        self._disk.sync(self.root)
+        return target
+
+    def leftovers(self) -> tuple[str, ...]:
+        """Names of folders that were being written; whether somebody still does, the caller knows."""
+        return tuple(name for name in self._names() if name.startswith(TEMPORARY))
+
+    def discard(self, name: str) -> None:
+        """Remove a folder that was never committed."""
+        if not name.startswith(TEMPORARY) or "/" in name:
+            raise StoreError(f"{self.root}: expected the name of a {TEMPORARY}… folder to discard, got {name!r}")
+        self._disk.remove(self.root / name)
+
+    def sweep(self) -> None:
+        """Finish removals that were cut short."""
+        for name in self._names():
+            if name.startswith(REMOVED):
+                self._disk.remove(self.root / name)
+
+    def adopt(self, temporary: Path, manifest: Manifest) -> Checkpoint:
+        """
+        Commit a completely written folder below the root: durable when this returns.
+
+        `StoreError` if a shard is missing or short, or if there is such a checkpoint already.
+        """
+        checkpoint, target = describe(manifest), self.path(manifest.ref)
+        if temporary.parent != self.root or not temporary.name.startswith(TEMPORARY) or os.path.lexists(target):
+            raise StoreError(f"{target}: expected a new name for {temporary.name}, got one that is taken or elsewhere")
+        if problem := _missing(temporary, manifest.shards):
+            raise StoreError(f"{temporary}: cannot be committed: {problem}")
+        for path in _files_and_folders(temporary, manifest.shards):
+            self._disk.sync(path)
+        self._disk.write(temporary / MANIFEST, dump_manifest(manifest))
+        self._disk.sync(temporary / MANIFEST)
+        self._disk.sync(temporary)
+        self._disk.rename(temporary, target)
+        self._disk.sync(self.root)
+        return checkpoint
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self.root.iterdir())
+        except FileNotFoundError:
+            return []
+
+    def _read_all(self) -> Iterator[tuple[str, Manifest | ProtocolError]]:
+        names = [name for name in self._names() if name.startswith("step-")]
+        self._parsed = {name: found for name, found in self._parsed.items() if name in names}
+        return ((name, self._read(name)) for name in names)
+
+    def _read(self, name: str) -> Manifest | ProtocolError:
+        """The manifest of what has this name, or why it is no checkpoint."""
+        folder = self.root / name
+        try:
+            found = self._parse(folder)
+        except OSError as error:
+            return ProtocolError(f"{MANIFEST}: {error.strerror}")
+        if isinstance(found, ProtocolError):
+            return found
+        if problem := _missing(folder, found.shards):
+            return ProtocolError(problem)
+        return found
+
+    def _parse(self, folder: Path) -> Manifest | ProtocolError:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            return ProtocolError("expected a folder, got a link or a file")
+        entry = (folder / MANIFEST).lstat()
+        seen = (entry.st_ino, entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns)
+        cached = self._parsed.get(folder.name)
+        if cached is None or cached[0] != seen:
+            cached = self._parsed[folder.name] = (seen, _parse_file(folder, entry))
+        return cached[1]
+
+
+def _parse_file(folder: Path, entry: os.stat_result) -> Manifest | ProtocolError:
+    if not stat.S_ISREG(entry.st_mode) or entry.st_size > MAX_MANIFEST_BYTES:
+        return ProtocolError(f"{MANIFEST}: expected a file of at most {MAX_MANIFEST_BYTES} bytes")
+    try:
+        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+        describe(manifest)
+    except ProtocolError as error:
+        return error
+    if manifest.ref.name != folder.name:
+        return ProtocolError(f"{MANIFEST}: expected the manifest of {folder.name}, got that of {manifest.ref.name}")
+    return manifest
+
+
+def _missing(folder: Path, shards: tuple[Shard, ...]) -> str:
+    """The first shard that is not a plain file of its size inside the folder; empty if all are."""
+    for shard in shards:
+        try:
+            entry = _lstat_inside(folder, shard.path)
+        except OSError as error:
+            return f"{shard.path}: {error.strerror}"
+        if not stat.S_ISREG(entry.st_mode):
+            return f"{shard.path}: expected a plain file"
+        if entry.st_size != shard.size_bytes:
+            return f"{shard.path}: expected {shard.size_bytes} bytes, got {entry.st_size}"
+    return ""
+
+
+def _lstat_inside(folder: Path, path: str) -> os.stat_result:
+    """As `lstat`, but no folder on the way may be a link: it would lead out of the checkpoint."""
+    *folders, _ = path.split("/")
+    for depth in range(1, len(folders) + 1):
+        between = folder.joinpath(*folders[:depth])
+        if between.is_symlink():
+            raise OSError(0, f"expected a folder, got a link at {between.name}")
+    return (folder / path).lstat()
+
+
+def _verify_shard(folder: Path, shard: Shard) -> list[str]:
+    problems = []
+    try:
+        with (folder / shard.path).open("rb") as file:
+            for index, expected in enumerate(shard.checksums):
+                found = crc32(file.read(min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)))
+                if found != expected:
+                    problems.append(f"{shard.path}: chunk {index}: expected crc32 {expected:08x}, got {found:08x}")
+    except OSError as error:  # a disk that cannot read its bytes back is damage, too
+        problems.append(f"{shard.path}: {error.strerror}")
+    return problems
+
+
+def _files_and_folders(folder: Path, shards: tuple[Shard, ...]) -> list[Path]:
+    files = [folder / shard.path for shard in shards]
+    between = {parent for file in files for parent in file.parents if parent.parent.is_relative_to(folder)}
+    return [*files, *sorted(between)]

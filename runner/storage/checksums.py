@@ -1,0 +1,65 @@
+"""
+CRC32 of pieces and of the whole.
+
+A manifest has one checksum a chunk; a store wants one a part and one a file. They are the
+same polynomial, so the larger ones are sums over the smaller ones and no byte is read twice.
+"""
+
+import zlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from vramfarm.protocol import CHUNK_BYTES, Shard
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in CRC32
+
+
+def crc32(data: bytes | memoryview) -> int:
+    return zlib.crc32(data)
+
+
+def combine(first: int, second: int, second_size: int) -> int:
+    """CRC32 of two pieces joined, from the CRC32 of each and the size of the second."""
+    return _multiply(_shift(second_size), first) ^ second
+
+
+def combine_chunks(checksums: Iterable[int], size_bytes: int) -> int:
+    """CRC32 of `size_bytes` in chunks of `CHUNK_BYTES`, the last of which may be short."""
+    whole, left = 0, size_bytes
+    for checksum in checksums:
+        chunk = min(CHUNK_BYTES, left)
+        whole, left = combine(whole, checksum, chunk), left - chunk
+    return whole
+
+
+def describe_file(path: Path, name: str) -> Shard:
+    """Size and checksums of a file as it is now; one chunk in memory at a time."""
+    size, checksums = 0, []
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size += len(chunk)
+            checksums.append(crc32(chunk))
+    return Shard(name, size, tuple(checksums))
+
+
+@cache
+def _shift(num_bytes: int) -> int:
+    """x to the power of 8 * num_bytes, modulo the polynomial: appends that many zero bytes."""
+    power, square, bits = _ONE, 1 << 30, 8 * num_bytes
+    while bits:
+        if bits & 1:
+            power = _multiply(square, power)
+        square, bits = _multiply(square, square), bits >> 1
+    return power
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

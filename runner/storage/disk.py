@@ -1,0 +1,63 @@
+"""
+All that the supervisor does to a disk: seven operations and one recipe.
+
+A change is durable when these have finished it; tests replace `Disk` to lose power between
+any two operations, so nobody in this room opens a file for writing but here.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Disk:
+    """The real disk. Nothing is durable until `sync` says so: a file's bytes, a folder's names."""
+
+    def write(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def append(self, path: Path, data: bytes) -> None:
+        with path.open("ab") as file:
+            file.write(data)
+
+    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+        """Put bytes into the middle of a file, which is made if need be; safe from several threads."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            view = memoryview(data)
+            while view:
+                written = os.pwrite(fd, view, offset)
+                view, offset = view[written:], offset + written
+        finally:
+            os.close(fd)
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder; no error if it is there."""
+        path.mkdir(exist_ok=True)
+
+    def sync(self, path: Path) -> None:
+        """Make a file's bytes, or a folder's names, survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, a link, or a folder and all in it; no error if there is none. Never follows a link."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_durable(disk: Disk, path: Path, data: bytes) -> None:
+    """All of `data` is at `path` after a power loss, or what was there before; never a mixture."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    disk.write(temporary, data)
+    disk.sync(temporary)
+    disk.rename(temporary, path)
+    disk.sync(path.parent)
