@@ -1,0 +1,117 @@
+"""
+The command line. The only place that catches `RunnerError`, and where exit codes are made.
+
+A command is a module of this package with a line in `COMMANDS` and two functions: `configure`
+adds its arguments, `run` does it and returns the exit code. Standard output is data, standard
+error is the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Final, Protocol, cast
+
+from runner import __version__
+from runner.cli.bugreport import write_bug_report
+from runner.errors import JobError, RunnerError
+
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
+USAGE: Final = JobError.exit_code
+
+COMMANDS: Final[Mapping[str, str]] = {
+    "run": "run the job and stop the server when it is over (what happens without a command)",
+    "validate": "say what a job would do; start nothing",
+    "status": "how a run is doing",
+    "logs": "what the ranks and the launcher wrote",
+    "stop": "save, end the job, stop the server",
+    "checkpoints": "list, verify or restore checkpoints",
+    "simulate": "a local VRAMfarm: rent 'servers' on this machine",
+}
+_INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}
+
+
+class Command(Protocol):
+    """What a command's module offers (PEP 544: a module satisfies a protocol)."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code. Nothing escapes but `SystemExit` of argparse."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except RunnerError as error:
+        return _complain(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_stdout()
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the user gets a report
+        return _report(error, arguments)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name in {"-h", "--help", "--version"}:
+        _parser().parse_args(arguments)
+    if not name or name.startswith("-"):
+        name, arguments = "run", ["run", *arguments]
+    if name not in COMMANDS and name not in _INSIDE:
+        _parser().error(f"{name}: no such command; expected one of {', '.join(COMMANDS)}")
+    command = cast("Command", import_module(f"runner.cli.{name}"))
+    parser = argparse.ArgumentParser(
+        prog=f"vramfarm-runner {name}", description=COMMANDS.get(name) or _INSIDE[name], allow_abbrev=False
+    )
+    command.configure(parser)
+    return command.run(parser.parse_args(arguments[1:]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="vramfarm-runner",
+        usage="vramfarm-runner [COMMAND] [--config job.yaml] …",
+        description="Run one training job on a rented multi-GPU server.",
+        epilog=f"commands:\n{listing}\n\nvramfarm-runner COMMAND --help says more; docs/exit-codes.md has the codes",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vramfarm-runner {__version__}")
+    return parser
+
+
+def _complain(error: RunnerError) -> int:
+    for line in str(error).splitlines():
+        _say(f"error: {line}")
+    for line in error.hint.splitlines():
+        _say(f"hint: {line}")
+    return error.exit_code
+
+
+def _report(error: Exception, arguments: list[str]) -> int:
+    path = write_bug_report(error, arguments, os.environ)
+    _say(f"error: unexpected: {type(error).__name__}: {str(error)[:200]}")
+    _say(f"hint: this is a fault of the runner; the report is {path}" if path else "hint: no report could be written")
+    return RunnerError.exit_code
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
+        print(line, file=sys.stderr, flush=True)  # noqa: T201  # the log of a command
+
+
+def _discard_stdout() -> None:
+    """Python flushes standard output once more on its way out; let that succeed."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)

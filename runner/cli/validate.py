@@ -1,0 +1,138 @@
+"""`validate`: what a job would do, in plain words, and what is worth a second look."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+from runner.cli.load import LoadedJob, load_job
+from runner.cli.words import duration, out, out_json, size
+from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName
+
+_SECRETS_FOLDER: Final = Path("/run/secrets")
+_RARE: Final = timedelta(hours=2)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="JOB", nargs="?", help="path of job.yaml, - or an https:// address")
+    parser.add_argument("--config", dest="named", metavar="JOB", help="the same")
+    parser.add_argument("--json", action="store_true", help="the job with every default, and the warnings, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    loaded = load_job(args.named or args.config, os.environ)
+    warnings = list(warn(loaded.job, os.environ))
+    if args.json:
+        out_json({"job": loaded.job.model_dump(mode="json", by_alias=True), "warnings": warnings})
+        return 0
+    for topic, text in describe(loaded):
+        out(f"{topic:<10} {text}")
+    for warning in warnings:
+        out(f"warning: {warning}")
+    return 0
+
+
+def describe(loaded: LoadedJob) -> Iterator[tuple[str, str]]:
+    """What the job would do, a topic a line."""
+    job = loaded.job
+    yield "job", f"{job.name}: {job.launcher} {' '.join(job.command.split())}"
+    yield "code", _code(loaded)
+    yield "cards", _cards(job)
+    yield "saves", _saves(job)
+    yield "copies", _copies(job)
+    yield "failures", _failures(job)
+    yield "limits", _limits(job)
+    yield "at the end", _end(job)
+
+
+def _code(loaded: LoadedJob) -> str:
+    job = loaded.job
+    match job.source:
+        case GitSource(git=git, ref=ref):
+            where = f"{ref} of {git}"
+        case PathSource(path=path):
+            where = path
+        case ArchiveSource(archive=archive):
+            where = archive
+        case None:
+            where = "already here"
+    workdir = job.workdir or ("the source's folder" if job.source else str(loaded.folder))
+    steps = f"; {len(job.setup)} setup commands before" if job.setup else ""
+    return f"{where}; runs in {workdir}{steps}"
+
+
+def _cards(job: Job) -> str:
+    cards = "all there are" if job.cards == "all" else f"{job.cards}, or the machine is refused"
+    return f"{cards}; without any, {job.cpu_processes} processes on the CPU" if job.cpu_processes else cards
+
+
+def _saves(job: Job) -> str:
+    policy = job.checkpoint
+    resume = {"auto": "goes on from the newest that verifies", "never": "starts over"}
+    return (
+        f"every {duration(policy.save_interval)}, the last {policy.keep_last} stay in {policy.dir}; "
+        f"{resume.get(policy.resume, f'goes on from {policy.resume}')}"
+    )
+
+
+def _copies(job: Job) -> str:
+    policy = job.offload
+    if policy.to is None:
+        return "NONE: checkpoints stay on this machine's disk"
+    limit = f", at most {size(policy.max_bandwidth)}/s" if policy.max_bandwidth else ""
+    return f"each checkpoint to {policy.to}/{job.name}, the last {policy.keep_last} stay there{limit}"
+
+
+def _failures(job: Job) -> str:
+    policy = job.restart
+    return (
+        f"starts again after {duration(policy.initial_delay)}, later up to {duration(policy.max_delay)}; "
+        f"gives up after {policy.max_restarts_without_progress} in a row without a new checkpoint"
+    )
+
+
+def _limits(job: Job) -> str:
+    limits = job.limits
+    parts = [
+        duration(limits.max_duration) if limits.max_duration else "",
+        f"at {limits.until}" if limits.until else "",
+        f"{limits.max_cost} spent" if limits.max_cost is not None else "",
+    ]
+    first = ", ".join(filter(None, parts)) or "24h (no limit is set)"
+    then = "what is only here is saved first" if limits.on_limit is OnLimit.KEEP_DATA else "not a minute more"
+    return f"{first}; then the server stops, {then}"
+
+
+def _end(job: Job) -> str:
+    if job.provider.kind is ProviderName.NONE:
+        return "no server to stop; `run` ends when the job does"
+    kept = f"with {job.finish.save_folder} saved by the provider"
+    safe = f"its disk deleted if everything is verified in the store, else {kept}" if job.offload.to else kept
+    success = f"the server stops, {safe}" if job.finish.on_success is AtEnd.STOP else "the server stays"
+    failure = "the same after a failure" if job.finish.on_failure is AtEnd.STOP else "after a failure it stays"
+    if job.finish.on_success is AtEnd.KEEP and job.finish.on_failure is AtEnd.STOP:
+        failure = f"after a failure it stops, {safe}"
+    return f"{success}; {failure}"
+
+
+def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
+    """What is allowed, and yet rarely meant."""
+    if job.offload.to is None:
+        yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
+    elif job.offload.to.startswith("file://"):
+        yield "offload.to: a folder protects only if it lies on another machine's disk"
+    if job.checkpoint.save_interval > _RARE:
+        yield f"checkpoint.save_interval: a crash costs up to {duration(job.checkpoint.save_interval)} of training"
+    if job.finish.on_success is AtEnd.KEEP:
+        yield "finish.on_success: the server stays, and costs, after the job is done"
+    if job.limits.on_limit is OnLimit.STOP_ANYWAY:
+        yield "limits.on_limit: at the limit the server stops even with checkpoints that are only on its disk"
+    if job.name == "job":
+        yield "name: not set; a second job without a name is refused as a changed one"
+    for name in (*job.secrets, *job.notify):
+        if name not in env and not (_SECRETS_FOLDER / name).exists():
+            yield f"{name}: not in the environment here, nor in {_SECRETS_FOLDER}"
