@@ -8,57 +8,35 @@ exchange in the conformance suite.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Final
 
-if TYPE_CHECKING:
-    from runner.facts import Server, ServerState
+from runner.adapters.providers import vramfarm
+from runner.adapters.providers.contract import Answer, Keep, Provider, Reply, Send
+from runner.facts import Server
 
+__all__ = ["PROVIDERS", "SECRETS", "Answer", "Keep", "Provider", "Reply", "Send", "find_server", "with_secrets"]
 
-@dataclass(frozen=True)
-class Reply:
-    """An answer. `status` 0: none came, `body` says why."""
+PROVIDERS: Final[Mapping[str, Provider]] = {
+    "vramfarm": vramfarm,
+}
 
-    status: int
-    body: bytes
-
-
-class Send(Protocol):
-    """One HTTP exchange with a time limit; never raises."""
-
-    def __call__(self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None) -> Reply: ...
+SECRETS: Final = (vramfarm.KEY,)  # never handed to the training command
 
 
-@dataclass(frozen=True)
-class Keep:
-    """What must survive the stop: a folder the provider saves, or nothing."""
-
-    folder: str | None
-    stop_anyway: bool = False  # when saving the folder fails: stop all the same
+def find_server(env: Mapping[str, str]) -> Server | None:
+    """The rented server we are in; None on a machine of one's own, where there is nothing to stop."""
+    found = (provider.identify(env) for provider in PROVIDERS.values())
+    return next((server for server in found if server is not None), None)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the provider said, in our words; `detail` is for a human."""
-
-    state: ServerState
-    detail: str = ""
-    cost: str = ""  # decimal text, so far
-    retry_after_s: float = 0.0
+def with_secrets(env: Mapping[str, str], folder: Path = Path("/run/secrets")) -> dict[str, str]:
+    """The environment with the providers' keys that came as files. Read once: the disk may be gone later."""
+    return {name: value for name in SECRETS if (value := _read(folder / name))} | dict(env)
 
 
-class Provider(Protocol):
-    """What a provider module offers (PEP 544: a module satisfies a protocol)."""
-
-    def identify(self, env: Mapping[str, str]) -> Server | None:
-        """This server, from what the provider put into the environment; None if it is not one of theirs."""
-        ...
-
-    def read(self, server: Server, env: Mapping[str, str], send: Send) -> Answer:
-        """The server's state. Harmless: preflight proves the key with it."""
-        ...
-
-    def stop(self, server: Server, keep: Keep, env: Mapping[str, str], send: Send) -> Answer:
-        """Ask for the stop. Safe to repeat: a stopped server is not an error."""
-        ...
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""  # no such secret, or none that is a text: the provider will say that it has no key

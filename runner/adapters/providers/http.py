@@ -1,0 +1,77 @@
+"""
+The one real `Send`: urllib, a time limit, no surprises.
+
+Everything it needs from the disk (certificates, codecs) is loaded when it is made.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401  # else the first look-up of a name would import it
+import http.client
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from email.message import Message
+from typing import IO, Final
+from urllib.parse import urlsplit
+
+from runner.adapters.providers.contract import Reply, Send
+
+_LIMIT_BYTES: Final = 1 << 20
+_LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key to an address that nobody named."""
+
+    def redirect_request(self, *_: object) -> None:  # None: answer with the redirect itself
+        return None
+
+
+def make_send(timeout_s: float = 10.0) -> Send:
+    """A `Send` that gives up after about `timeout_s` and needs no file afterwards."""
+    tls = urllib.request.HTTPSHandler(context=ssl.create_default_context())
+    direct = urllib.request.build_opener(_NoRedirect, tls, urllib.request.ProxyHandler({}))
+    outside = urllib.request.build_opener(_NoRedirect, tls)
+
+    def send(method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None) -> Reply:
+        try:
+            opener = direct if urlsplit(url).hostname in _LOOPBACK else outside
+            request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)  # noqa: S310
+            return _exchange(opener, request, timeout_s)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return Reply(0, f"no answer from {url}: {_reason(error)}".encode())
+
+    return send
+
+
+def _exchange(opener: urllib.request.OpenerDirector, request: urllib.request.Request, timeout_s: float) -> Reply:
+    ends = time.monotonic() + timeout_s
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return Reply(response.status, _read(response, ends), _lower(response.headers))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, _read(error, ends), _lower(error.headers))
+
+
+def _read(response: IO[bytes], ends: float) -> bytes:
+    """The body, up to the limits of size and time: a server that drips must not hold us."""
+    body = bytearray()
+    while len(body) < _LIMIT_BYTES and time.monotonic() < ends:
+        piece = response.read1(1 << 16)  # type: ignore[attr-defined]  # http.client's has it
+        if not piece:
+            return bytes(body)
+        body += piece
+    raise TimeoutError(f"the answer was not whole after {len(body)} bytes")
+
+
+def _lower(headers: Message) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def _reason(error: Exception) -> str:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    return str(reason) or type(reason).__name__

@@ -1,0 +1,123 @@
+"""
+VRAMfarm. Its API is not public: addresses and fields here are an assumption, and this module
+and the simulator are the only places that hold it.
+
+The rule: what we do not understand is UNKNOWN, and UNKNOWN is never gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from runner.adapters.providers.contract import Answer, Keep, Reply, Send
+from runner.facts import Server, ServerState
+
+KEY: Final = "VRAMFARM_API_KEY"
+_URL: Final = "VRAMFARM_API_URL"
+_SERVER_KEY: Final = "vfs_"  # made for one server; valid until that server is final
+_STATES: Final[Mapping[str, ServerState]] = {
+    "queued": ServerState.RUNNING,
+    "provisioning": ServerState.RUNNING,
+    "pulling": ServerState.RUNNING,
+    "running": ServerState.RUNNING,
+    "saving": ServerState.STOPPING,
+    "stopping": ServerState.STOPPING,
+    "stopped": ServerState.GONE,
+    "failed": ServerState.GONE,
+}
+_REASONS: Final[Mapping[int, str]] = {0: "job_succeeded", 7: "self_request", 8: "user_request"}  # by exit code
+_HINTS: Final[Mapping[int, str]] = {
+    401: f"the key is not accepted; check {KEY}",
+    403: f"the key may not do this; check {KEY}",
+    404: "no such server; check VRAMFARM_SERVER_ID",
+    429: "too many requests",
+}
+
+
+def identify(env: Mapping[str, str]) -> Server | None:
+    """This server, if VRAMFARM_SERVER_ID is set, by the provider or by hand."""
+    if not env.get("VRAMFARM_SERVER_ID"):
+        return None
+    return Server(
+        provider="vramfarm",
+        id=env["VRAMFARM_SERVER_ID"],
+        price_per_hour=env.get("VRAMFARM_PRICE_PER_HOUR", ""),
+        rental_ends_at=env.get("VRAMFARM_RENTAL_ENDS_AT", ""),
+    )
+
+
+def read(server: Server, env: Mapping[str, str], send: Send) -> Answer:
+    """The server's state."""
+    reply = _call("GET", f"/servers/{server.id}", None, env, send)
+    if reply.status == 401 and _code(reply) == "key_revoked" and env.get(KEY, "").startswith(_SERVER_KEY):  # noqa: PLR2004
+        return Answer(ServerState.GONE, "the server's own key ended with it")
+    return _understand(reply)
+
+
+def stop(server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Send) -> Answer:
+    """Ask for the stop."""
+    wish = {
+        "save": None if keep.folder is None else {"path": keep.folder},
+        "on_save_failure": "stop_anyway" if keep.stop_anyway else "keep_running",
+        "reason": _REASONS.get(code, "job_failed"),
+    }
+    reply = _call("POST", f"/servers/{server.id}/stop", wish, env, send)
+    if reply.status == 409 and _code(reply) == "stop_in_progress":  # noqa: PLR2004
+        return Answer(ServerState.STOPPING, "another stop is under way")
+    return _understand(reply)
+
+
+def _call(method: str, path: str, wish: dict[str, Any] | None, env: Mapping[str, str], send: Send) -> Reply:
+    missing = [name for name in (_URL, KEY) if not env.get(name)]
+    if missing:
+        return Reply(0, f"{' and '.join(missing)} not set: expected the address of the API and a key".encode())
+    headers = {"Authorization": f"Bearer {env[KEY]}", "Accept": "application/json"}
+    body = None if wish is None else json.dumps(wish).encode()
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    return send(method, env[_URL].rstrip("/") + path, headers=headers, body=body)
+
+
+def _understand(reply: Reply) -> Answer:
+    fields = _fields(reply)
+    if reply.status in {200, 202}:
+        return _state(fields)
+    if reply.status == 404 and fields.get("code") == "not_found":  # noqa: PLR2004  # a proxy's 404 has no code
+        return Answer(ServerState.GONE, "the provider does not know this server")
+    return Answer(ServerState.UNKNOWN, _explain(reply, fields), retry_after_s=_retry_after(reply))
+
+
+def _state(fields: Mapping[str, Any]) -> Answer:
+    word = str(fields.get("state", ""))
+    if word not in _STATES:
+        return Answer(ServerState.UNKNOWN, f"expected a server with a state, got {str(dict(fields))[:120]}")
+    billing, reason = fields.get("billing"), fields.get("state_reason")
+    cost = str(billing.get("cost", "")) if isinstance(billing, dict) else ""
+    return Answer(_STATES[word], f"{word} ({reason})" if reason else word, cost=cost)
+
+
+def _explain(reply: Reply, fields: Mapping[str, Any]) -> str:
+    if reply.status == 0:
+        return reply.body.decode(errors="replace")
+    said = str(fields.get("detail") or reply.body[:120].decode(errors="replace"))
+    hint = _HINTS.get(reply.status, "")
+    return " ".join(f"HTTP {reply.status}: {said}{f' ({hint})' if hint else ''}".split())
+
+
+def _fields(reply: Reply) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(reply.body)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _code(reply: Reply) -> str:
+    return str(_fields(reply).get("code", ""))
+
+
+def _retry_after(reply: Reply) -> float:
+    text = reply.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else 0.0

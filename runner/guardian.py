@@ -1,0 +1,421 @@
+"""
+The guardian: what `vramfarm-runner run` becomes. It arms the deadline before anything can
+fail, keeps the runner alive, and alone asks the provider to stop the server.
+
+Standard library and modules of ours that need nothing else, all of it imported at the start,
+so that it works when the disk and the packages are gone. What it decides is in `policy.guard`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+if __package__ in {None, ""}:  # started by its path under -I: last, so that it shadows nothing
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from runner.adapters.providers import PROVIDERS, Keep, find_server, with_secrets
+from runner.adapters.providers.http import make_send
+from runner.facts import Server, ServerState
+from runner.policy.guard import (
+    MAX_DEATHS,
+    Armed,
+    Death,
+    End,
+    Waits,
+    arm,
+    decide_restart,
+    decide_wait,
+    dump_armed,
+    hold_until,
+    is_due,
+    parse_armed,
+    parse_moment,
+    parse_word,
+)
+from runner.supervise.process import Process, be_subreaper, current, end_all, find
+from vramfarm.protocol import Env
+
+RUNNER: Final = (sys.executable, "-I", "-m", "runner", "loop")
+LIFELINE: Final = "RUNNER_LIFELINE"  # number of the runner's end of the socketpair
+HOLD: Final = "RUNNER_HOLD_S"  # overrides how long the server is held after an early end
+MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner starts
+
+WAITS: Final = Waits()
+UNEXPECTED: Final = 1
+LIMIT_REACHED: Final = 7
+LEFT: Final = 75
+
+LINE_LIMIT: Final = 1 << 16
+
+
+class Guardian:
+    """One life of the guardian. Single-threaded: it sleeps in one `select`, which signals and the runner end."""
+
+    def __init__(self, args: Sequence[str], *, runner: Sequence[str], waits: Waits, env: Mapping[str, str]) -> None:
+        self._command = (*runner, *args)
+        self._waits = waits
+        self._env = with_secrets(env)
+        self._workspace = Path(env.get("VRAMFARM_WORKSPACE") or "/workspace")
+        self._server = find_server(self._env)
+        self._send = make_send()
+        self._leaving = False
+        self._mark = f"{os.getpid()}-{current().started}"
+        self._pid = 0
+        self._exit: int | None = None
+        self._wake = _listen_for_signals(self._on_leave)
+        self._arm(self._first_armed())
+
+    def run(self) -> int:
+        """Guard the run to its end; returns the exit code. On a rented server only after that is gone, or SIGTERM."""
+        end = self._watch()
+        if self._leaving or self._server is None or (end.code == 5 and not end.stop):  # noqa: PLR2004  # locked
+            return end.code
+        if not end.stop:
+            self._stay(end)
+        elif end.code != LIMIT_REACHED:
+            self._hold(end)
+        if not self._leaving:
+            self._stop_server(self._server, end)
+        return end.code
+
+    # ------------------------------------------------------------------------- deadline
+
+    def _first_armed(self) -> Armed:
+        server = self._server.id if self._server else ""
+        stored = self._read_armed(server) if server else None
+        if stored is not None:
+            log(f"deadline {_show(stored.deadline_at)}, armed at the first boot")
+            return stored
+        ends = parse_moment(self._server.rental_ends_at) if self._server else None
+        armed = arm(now=datetime.now(UTC), server=server, rental_ends_at=ends, keep=str(self._workspace))
+        log(f"deadline {_show(armed.deadline_at)}, until job.yaml sets one; {_name(self._server)}")
+        return armed
+
+    def _read_armed(self, server: str) -> Armed | None:
+        path = self._workspace / ".vramfarm" / "guardian.json"
+        try:
+            stored = parse_armed(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            log(f"{path}: expected the deadline of an earlier boot, got {error}; armed anew")
+            return None
+        return stored if stored.server == server else None  # a folder restored from another server
+
+    def _arm(self, armed: Armed) -> None:
+        self._armed = armed
+        self._ends_mono = time.monotonic() + (armed.deadline_at - datetime.now(UTC)).total_seconds()
+        if armed.server:
+            self._write_armed(armed)
+
+    def _write_armed(self, armed: Armed) -> None:
+        folder = self._workspace / ".vramfarm"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_durably(folder / "guardian.json", dump_armed(armed))
+        except OSError as error:
+            log(f"{folder}: cannot write the deadline ({error.strerror}); it is kept in memory only")
+
+    def _is_due(self) -> bool:
+        return is_due(self._armed.deadline_at, datetime.now(UTC), self._ends_mono, time.monotonic())
+
+    # --------------------------------------------------------------------------- runner
+
+    def _watch(self) -> End:
+        """Keep a runner alive until it says its last word, a person ends us, or the deadline comes."""
+        deaths: list[Death] = []
+        while True:
+            started = time.monotonic()
+            end = self._live()
+            if end is not None:
+                return end
+            deaths.append(Death(time.monotonic() - started, time.monotonic()))
+            delay = decide_restart(deaths, self._waits)
+            if delay is None:
+                log(f"the runner died {MAX_DEATHS} times without a minute of life; giving up")
+                reason = f"the runner died {MAX_DEATHS} times"
+                return End(code=UNEXPECTED, stop=True, keep=self._armed.keep, reason=reason)
+            log(f"the runner died ({_show_exit(self._exit)}); starting it again in {delay:g} s")
+            self._pause(delay)
+            if self._leaving:
+                return End(code=LEFT, stop=False)
+
+    def _live(self) -> End | None:
+        """One life of the runner; None if it died without a last word."""
+        if self._is_due():
+            return self._end_at_deadline()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                process = self._start(theirs)
+            if process is None:
+                return None
+            return self._follow(ours)
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
+        self._pid, self._exit = 0, None
+        env = self._env | {LIFELINE: str(theirs.fileno()), MARK: self._mark}
+        try:
+            process = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(),))
+        except OSError as error:
+            log(f"cannot start the runner: {error}")
+            return None
+        self._pid = process.pid
+        process.returncode = 0  # we reap it ourselves, with all other children
+        return process
+
+    def _follow(self, line: socket.socket) -> End | None:
+        end: End | None = None
+        words = _Words()
+        ends_at = float("inf")
+        passed_on = False
+        while self._exit is None:
+            if self._is_due():
+                return self._end_at_deadline()
+            if self._leaving and not passed_on:
+                passed_on = True
+                self._signal_runner(signal.SIGTERM)
+            if time.monotonic() > ends_at:
+                log(f"the runner did not end {self._waits.last_word:g} s after its last word; killing it")
+                self._signal_runner(signal.SIGKILL)
+            self._sleep(self._waits.look, None if words.ended else line)
+            end = self._hear(words.take(line)) or end
+            if end is not None and ends_at == float("inf"):
+                ends_at = time.monotonic() + self._waits.last_word
+        end = self._hear(words.take(line)) or end
+        if self._leaving:
+            return End(code=end.code if end else _exit_code(self._exit), stop=False)
+        return end
+
+    def _hear(self, lines: Iterator[bytes]) -> End | None:
+        end: End | None = None
+        for raw in lines:
+            try:
+                heard = parse_word(raw, self._armed)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                log(f"the runner said {raw[:120]!r}: expected a deadline or an end ({error!r}); ignored")
+                continue
+            if isinstance(heard, End):
+                end = heard
+            elif heard != self._armed:
+                log(f"deadline {_show(heard.deadline_at)}, set by the runner")
+                self._arm(heard)
+        return end
+
+    def _end_at_deadline(self) -> End:
+        log(f"the deadline {_show(self._armed.deadline_at)} is here: ending the run")
+        self._signal_runner(signal.SIGKILL)
+        if left := end_all(self._find_run, timeout_s=10.0):
+            log(f"{len(left)} processes of the run hang in the kernel")
+        self._reap()
+        return End(code=LIMIT_REACHED, stop=True, keep=self._armed.keep, reason="deadline")
+
+    def _find_run(self) -> tuple[Process, ...]:
+        """Whatever this guardian's runner started, and what carries the run's mark from an earlier life."""
+        marked = find(Env.RUN, self._armed.run) if self._armed.run else ()
+        ours = {*find(MARK, self._mark), *marked}
+        return tuple(process for process in ours if process.pid != os.getpid())
+
+    def _signal_runner(self, number: int) -> None:
+        if self._pid:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    # ----------------------------------------------------------------------------- stop
+
+    def _stay(self, end: End) -> None:
+        until = _show(self._armed.deadline_at)
+        log(f"the run ended with code {end.code}; the server stays, as the job asks, until the deadline {until}")
+        while not (self._leaving or self._is_due()):
+            self._sleep(self._waits.look)
+
+    def _hold(self, end: End) -> None:
+        until = hold_until(end, self._armed, datetime.now(UTC), self._env.get(HOLD, ""))
+        left = until - datetime.now(UTC)
+        if left <= timedelta(0):
+            return
+        stop_file = Path(self._armed.run or self._workspace / ".vramfarm") / "stop"
+        reason = f" ({end.reason})" if end.reason else ""
+        log(f"the run ended with code {end.code}{reason}; the server is held for a look until {_show(until)}")
+        log(f"{left.total_seconds() / 60:.0f} min left; touch {stop_file} to stop the server now")
+        ends_mono = time.monotonic() + left.total_seconds()
+        while not (self._leaving or stop_file.exists()):
+            if is_due(until, datetime.now(UTC), ends_mono, time.monotonic()):
+                return
+            self._sleep(self._waits.look)
+
+    def _stop_server(self, server: Server, end: End) -> None:
+        """Ask, read, ask again, until the provider says that the server is gone or SIGTERM ends us."""
+        provider = PROVIDERS[server.provider]
+        kept = "the disk is thrown away" if end.keep is None else f"{end.keep} is kept"
+        log(f"asking {server.provider} to stop {server.id}; {kept}")
+        teller = _Teller(self._waits.repeat_log)
+        answer, tries, known = provider.read(server, self._env, self._send), 0, False
+        while not self._leaving:
+            known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
+            if known and answer.state is ServerState.GONE:
+                log(f"{server.id} is gone: {answer.detail}, {answer.cost or '?'} {server.currency}")
+                return
+            if answer.state is ServerState.STOPPING:
+                teller.tell(f"{server.id}: {answer.detail}")
+                self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
+                answer = provider.read(server, self._env, self._send)
+                if answer.state is ServerState.RUNNING:
+                    log(f"{server.id} runs again ({answer.detail}): saving {end.keep} failed; asking again")
+                continue
+            if tries:
+                teller.tell(f"{server.id} is not stopped yet: {answer.detail}; asking again and again")
+                self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
+            if not self._leaving:
+                keep = Keep(end.keep, stop_anyway=end.code == LIMIT_REACHED or self._is_due())
+                answer = provider.stop(server, keep, end.code, self._env, self._send)
+                tries += 1
+
+    # ---------------------------------------------------------------------------- sleep
+
+    def _on_leave(self) -> None:
+        if not self._leaving:
+            log("asked to leave: ending this boot")
+        self._leaving = True
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep for that long, but not past the deadline, and not when asked to leave."""
+        left = self._ends_mono - time.monotonic()
+        ends = time.monotonic() + (min(seconds, left) if left > 0 else seconds)
+        while not self._leaving and time.monotonic() < ends:
+            self._sleep(ends - time.monotonic())
+
+    def _sleep(self, timeout_s: float, line: socket.socket | None = None) -> None:
+        """Sleep until a signal, a word on `line`, or the time is over."""
+        waiting = [self._wake] if line is None else [self._wake, line]
+        ready, _, _ = select.select(waiting, [], [], max(0.0, timeout_s))
+        if self._wake in ready:
+            with suppress(BlockingIOError):
+                self._wake.recv(4096)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Take the exit of every child, ours or adopted, so that none stays a zombie."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._pid:
+                    self._pid, self._exit = 0, os.waitstatus_to_exitcode(status)
+
+
+class _Words:
+    """Lines that came over the lifeline; what is too long to be one of ours is dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.ended = False  # the other end is closed: nothing more will come
+
+    def take(self, line: socket.socket) -> Iterator[bytes]:
+        """Lines that are there now. Never blocks."""
+        while True:
+            try:
+                piece = line.recv(LINE_LIMIT, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                piece = b""
+            if not piece:
+                self.ended = True
+                return
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            self._rest = self._rest[-LINE_LIMIT:]
+            yield from lines
+
+
+class _Teller:
+    """Says a thing once, and again only rarely."""
+
+    def __init__(self, repeat_s: float) -> None:
+        self._repeat_s = repeat_s
+        self._told: dict[str, float] = {}
+
+    def tell(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._told.get(text, -self._repeat_s) >= self._repeat_s:
+            self._told[text] = now
+            log(text)
+
+
+def _exit_code(exit_: int | None) -> int:
+    """Our exit code for a runner that was asked to leave: killed or not, its training can be gone on with."""
+    return exit_ if exit_ is not None and exit_ >= 0 else LEFT
+
+
+def log(text: str) -> None:
+    """One line to stderr. Never raises, never blocks: a reader that sleeps must not cost the deadline."""
+    line = f"{time.strftime('%H:%M:%S')} guardian: {' '.join(text.split())[:1000]}\n".encode(errors="replace")
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, line)
+
+
+def _listen_for_signals(on_leave: Callable[[], None]) -> socket.socket:
+    """Arrange that every signal ends a `select` on the returned socket."""
+    wake, alarm = socket.socketpair()
+    wake.settimeout(0)
+    alarm.settimeout(0)
+    alarm_fd = alarm.detach()  # lives as long as the process
+    signal.set_wakeup_fd(alarm_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: on_leave())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed laptop ends nothing; children inherit it
+    return wake
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, content)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _show(moment: datetime) -> str:
+    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S %Z}"
+
+
+def _show_exit(code: int | None) -> str:
+    if code is None:
+        return "not started"
+    return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+def _name(server: Server | None) -> str:
+    return f"this is server {server.id} of {server.provider}" if server else "not a rented server: nothing to stop"
+
+
+def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:
+    """Guard one run; returns its exit code."""
+    be_subreaper()  # strays of the runner come to us: they are reaped, and can be found
+    return Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""
+What the guardian decides: when the deadline is, whether a dead runner is started again, how
+long a server is held for a look, when the provider is asked again. And the words it reads.
+
+The deadline is a moment of the wall clock, and also a time left by the monotonic clock,
+taken when it was armed. Whichever comes first counts: a clock that is set back does not
+lengthen the rental, one that is set forward past the deadline ends it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from runner.facts import ServerState
+
+EARLY_ENDS: Final = frozenset({1, 2, 3, 4, 5})  # exit codes that a person wants to look at
+DEFAULT_LIMIT: Final = timedelta(hours=24)
+PAID_ANYWAY: Final = timedelta(minutes=15)
+MAX_DEATHS: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """How long the guardian waits, in seconds. Tests shorten them."""
+
+    restart_first: float = 1.0
+    restart_last: float = 30.0
+    short_life: float = 60.0
+    deaths_within: float = 600.0
+    last_word: float = 30.0  # from the runner's last word to its end
+    ask_first: float = 2.0
+    ask_last: float = 60.0
+    read: float = 2.0  # between looks at a server that is stopping
+    repeat_log: float = 600.0
+    look: float = 1.0  # between looks at the clock and the stop file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Armed:
+    """What must be known when all else is gone. Kept in memory, and in guardian.json across boots."""
+
+    server: str
+    first_boot_at: datetime
+    deadline_at: datetime
+    keep: str | None
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The last word. `hold_s` None: by the rule of `hold_until`."""
+
+    code: int
+    stop: bool
+    keep: str | None = None
+    hold_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A life of the runner that ended without a last word. `at` is of the monotonic clock."""
+
+    lived_s: float
+    at: float
+
+
+def arm(*, now: datetime, server: str, rental_ends_at: datetime | None, keep: str) -> Armed:
+    """The deadline of a first boot: the default, or the end of the rental if that is earlier."""
+    deadline = now + DEFAULT_LIMIT
+    if rental_ends_at is not None:
+        deadline = min(deadline, rental_ends_at)
+    return Armed(server=server, first_boot_at=now, deadline_at=deadline, keep=keep)
+
+
+def is_due(deadline: datetime, now: datetime, ends_mono: float, now_mono: float) -> bool:
+    """Whether the deadline is here by either clock."""
+    return now >= deadline or now_mono >= ends_mono
+
+
+def decide_restart(deaths: Sequence[Death], waits: Waits) -> float | None:
+    """Seconds until the next start, or None: it dies again and again."""
+    short = 0
+    for death in reversed(deaths):
+        if death.lived_s >= waits.short_life:
+            break
+        short += 1
+    recent = [death for death in deaths[len(deaths) - short :] if deaths[-1].at - death.at <= waits.deaths_within]
+    if len(recent) >= MAX_DEATHS:
+        return None
+    return min(waits.restart_first * 2.0 ** max(short - 1, 0), waits.restart_last)
+
+
+def decide_wait(state: ServerState, retry_after_s: float, tries: int, waits: Waits) -> float:
+    """Seconds until the provider is spoken to again: slower and slower, and never before it allows."""
+    if state is ServerState.STOPPING:
+        return max(waits.read, retry_after_s)
+    backoff = min(waits.ask_first * 2.0 ** min(tries - 1, 16), waits.ask_last)
+    return max(backoff, min(retry_after_s, 3600.0))
+
+
+def hold_until(end: End, armed: Armed, now: datetime, override: str) -> datetime:
+    """
+    Until when a server is held for a look: as long as is said, else, after an early end,
+    until the minutes that are paid anyway are used up. Never past the deadline.
+    """
+    seconds = _seconds(override)
+    seconds = end.hold_s if seconds is None else seconds
+    if seconds is not None:
+        until = now + timedelta(seconds=min(seconds, 1e9))
+    elif end.code in EARLY_ENDS:
+        until = armed.first_boot_at + PAID_ANYWAY
+    else:
+        until = now
+    return min(until, armed.deadline_at)
+
+
+def parse_word(raw: bytes, armed: Armed) -> End | Armed:
+    """The runner's word: its last, or what is armed from now on. ValueError, KeyError or TypeError if it is neither."""
+    fields = json.loads(raw)
+    if "end" in fields:
+        return _parse_end(fields["end"])
+    deadline = parse_moment(fields["deadline"])
+    if deadline is None:
+        raise ValueError("expected a time with a zone")
+    run = str(fields.get("run") or armed.run)
+    return replace(armed, deadline_at=deadline, keep=_folder(fields.get("keep", armed.keep)), run=run)
+
+
+def _parse_end(fields: Mapping[str, Any]) -> End:
+    hold = fields.get("hold_s")
+    return End(
+        code=int(fields["code"]) & 0xFF,
+        stop=bool(fields["stop"]),
+        keep=_folder(fields.get("keep")),
+        hold_s=None if hold is None else max(float(hold), 0.0),
+        reason=" ".join(str(fields.get("reason", "")).split())[:500],
+    )
+
+
+def parse_armed(raw: bytes) -> Armed:
+    """What `dump_armed` wrote; ValueError if it is something else."""
+    fields = json.loads(raw)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{str(fields)[:40]!r}, not an object")  # noqa: TRY004  # one error for all that is garbled
+    first, deadline = parse_moment(fields.get("first_boot_at")), parse_moment(fields.get("deadline_at"))
+    if first is None or deadline is None:
+        raise ValueError("no first_boot_at and deadline_at with a zone")
+    keep, run = fields.get("keep"), str(fields.get("run") or "")
+    return Armed(
+        server=str(fields.get("server")), first_boot_at=first, deadline_at=deadline, keep=_folder(keep), run=run
+    )
+
+
+def dump_armed(armed: Armed) -> bytes:
+    return json.dumps(asdict(armed), default=datetime.isoformat).encode() + b"\n"
+
+
+def parse_moment(value: object) -> datetime | None:
+    """A moment with a zone, or None."""
+    try:
+        moment = datetime.fromisoformat(str(value))
+        return moment.astimezone(UTC) if moment.tzinfo else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _folder(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return max(seconds, 0.0) if seconds == seconds else None  # noqa: PLR0124  # not a number is no time
