@@ -35,6 +35,8 @@ COMMANDS: Final[Mapping[str, str]] = {
 }
 _INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}
 
+_READ_THEIR_OWN: Final = frozenset({"simulate"})
+
 
 class Command(Protocol):
     """What a command's module offers (PEP 544: a module satisfies a protocol)."""
@@ -70,6 +72,8 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS and name not in _INSIDE:
         _parser().error(f"{name}: no such command; expected one of {', '.join(COMMANDS)}")
     command = cast("Command", import_module(f"runner.cli.{name}"))
+    if name in _READ_THEIR_OWN:
+        return command.run(argparse.Namespace(rest=arguments[1:]))
     parser = argparse.ArgumentParser(
         prog=f"vramfarm-runner {name}", description=COMMANDS.get(name) or _INSIDE[name], allow_abbrev=False
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from runner.cli.load import LoadedJob, load_job
-from runner.cli.words import duration, out, out_json, size
+from runner.cli.output import duration, out, out_json
 from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName
+from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
 _RARE: Final = timedelta(hours=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 
@@ -29,19 +29,6 @@ def duration(value: timedelta | float) -> str:
         if count or (unit == "s" and not parts):
             parts.append(f"{count}{unit}")
     return "".join(parts[:2])
-
-
-def size(num_bytes: float) -> str:
-    """`12.4 GB`; thousands, as disks and stores are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(num_bytes) < 1000:  # noqa: PLR2004  # a thousand
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
-
-
-def age(then: datetime, now: datetime) -> str:
-    return f"{duration(max(now - then, timedelta()))} ago"
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

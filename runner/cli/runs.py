@@ -1,0 +1,75 @@
+"""Which run a command is about: its folder, its job.yaml, its name, or the newest there is."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NoReturn
+
+from runner.cli.load import load_job, workspace_of
+from runner.errors import JobError
+
+STATUS: Final = "status.json"
+LOCK: Final = "lock"
+_MARKS: Final = (STATUS, "journal.jsonl", "job.json")
+
+
+def find_run(which: str | None, env: Mapping[str, str]) -> Path:
+    """Return the run folder; `JobError` lists what there is."""
+    workspace = workspace_of(env)
+    if which is None:
+        return _newest(workspace)
+    path = Path(which)
+    if path.is_file():
+        return _existing(Path(load_job(which, env).job.run_dir), workspace)
+    candidates = (path.absolute(), workspace / which)
+    return next((folder for folder in candidates if is_run(folder)), None) or _missing(which, workspace)
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / mark).is_file() for mark in _MARKS)
+
+
+def is_alive(run_dir: Path) -> bool:
+    """Whether a runner holds the lock of this run."""
+    try:
+        with (run_dir / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _newest(workspace: Path) -> Path:
+    here = Path.cwd()
+    if is_run(here):
+        return here
+    runs = _runs(workspace)
+    return max(runs, key=_changed_at) if runs else _missing("a run", workspace)
+
+
+def _runs(workspace: Path) -> list[Path]:
+    try:
+        return sorted(folder for folder in workspace.iterdir() if folder.is_dir() and is_run(folder))
+    except OSError:
+        return []
+
+
+def _changed_at(run_dir: Path) -> float:
+    return max(mark.stat().st_mtime for mark in map(run_dir.joinpath, _MARKS) if mark.is_file())
+
+
+def _existing(run_dir: Path, workspace: Path) -> Path:
+    return run_dir if is_run(run_dir) else _missing(str(run_dir), workspace)
+
+
+def _missing(what: str, workspace: Path) -> NoReturn:
+    names = ", ".join(run.name for run in _runs(workspace))
+    found = f"runs there: {names}" if names else "no run is there"
+    raise JobError(
+        f"{what}: expected a run folder, a name in {workspace}, or a job.yaml; {found}",
+        hint="name the folder, or set VRAMFARM_WORKSPACE to where the runs are",
+    )

@@ -1,0 +1,124 @@
+"""`status`: how a run is doing, from its folder or, without a way into the machine, from the store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runner.cli.output import out, out_json
+from runner.cli.runs import STATUS, find_run, is_alive
+from runner.cli.stores import is_address, read_small
+from runner.errors import JobError
+from runner.words import span
+
+Status = Mapping[str, Any]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
+    )
+    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    status, alive = read_status(args.run)
+    if args.json:
+        out_json({**status, "runner_alive": alive})
+        return 0
+    for line in describe(status, alive=alive, now=datetime.now(UTC)):
+        out(line)
+    return 0
+
+
+def read_status(which: str | None) -> tuple[Status, bool | None]:
+    """The status and whether its runner lives; None where that cannot be seen from here."""
+    if which is not None and is_address(which):
+        return _parse(f"{which}/{STATUS}", read_small(which, STATUS)), None
+    run_dir = find_run(which, os.environ)
+    return _parse(str(run_dir / STATUS), _read(run_dir)), is_alive(run_dir)
+
+
+def _read(run_dir: Path) -> bytes:
+    try:
+        return (run_dir / STATUS).read_bytes()
+    except FileNotFoundError:
+        raise JobError(f"{run_dir}: no {STATUS} yet", hint="the runner writes it within seconds of its start") from None
+
+
+def _parse(where: str, raw: bytes) -> Status:
+    try:
+        status = json.loads(raw)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict):
+        raise JobError(f"{where}: expected a JSON object, found something else")
+    return status
+
+
+def describe(status: Status, *, alive: bool | None, now: datetime) -> Iterator[str]:
+    """A few lines for a person; a field that is missing is left out."""
+    yield "  ".join(filter(None, (str(status.get("job", "?")), _phase(status, alive=alive), _progress(status))))
+    if message := status.get("message"):
+        yield f"  {message}"
+    if verdict := status.get("verdict"):
+        yield f"  machine refused: {verdict}"
+    yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
+    if money := _time_and_money(status, now):
+        yield f"  {money}"
+    yield f"  {_freshness(status, alive=alive, now=now)}"
+
+
+def _phase(status: Status, *, alive: bool | None) -> str:
+    if outcome := status.get("outcome"):
+        return f"{outcome} (exit code {status.get('exit_code')})"
+    return "not running" if alive is False else str(status.get("phase", "")).lower()
+
+
+def _progress(status: Status) -> str:
+    step, max_steps = status.get("step") or 0, status.get("max_steps")
+    parts = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
+    if (loss := status.get("loss")) is not None:
+        parts.append(f"loss {loss:.4g}")
+    if rate := status.get("steps_per_s"):
+        parts.append(f"{rate:.3g} steps/s")
+    if (left := status.get("eta_s")) is not None and not status.get("outcome"):
+        parts.append(f"{span(left)} left")
+    return "  ".join(parts)
+
+
+def _checkpoints(status: Status) -> str:
+    checkpoints = status.get("checkpoints") or []
+    if not checkpoints:
+        return "no checkpoint yet"
+    newest = checkpoints[-1]
+    safe = sum(bool(checkpoint.get("verified")) for checkpoint in checkpoints)
+    return f"{len(checkpoints)} checkpoints, {safe} verified in the store, the newest at step {newest.get('step')}"
+
+
+def _time_and_money(status: Status, now: datetime) -> str:
+    parts = []
+    if deadline := status.get("deadline_at"):
+        left = (datetime.fromisoformat(deadline) - now).total_seconds()
+        parts.append(f"the server stops at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}")
+    if cost := status.get("cost"):
+        parts.append(f"cost so far {cost}")
+    if server := status.get("server"):
+        parts.append(f"server {server}")
+    return ", ".join(parts)
+
+
+def _freshness(status: Status, *, alive: bool | None, now: datetime) -> str:
+    updated = status.get("updated_at")
+    seen = f"as of {span((now - datetime.fromisoformat(updated)).total_seconds())} ago" if updated else "of unknown age"
+    if alive is False and not status.get("outcome"):
+        return f"{seen}; the runner is not alive: start it again with the same job.yaml and it goes on"
+    return seen
