@@ -1,0 +1,183 @@
+"""
+One attempt: starting it under its shim, finding its processes, reading what it left.
+
+The attempt folder is made here and only here: it exists, so the attempt was started once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from runner.errors import JobError
+from runner.facts import Exit, Live
+from runner.supervise import process
+from runner.supervise.process import Process
+from vramfarm import protocol
+from vramfarm.protocol import EndRecord, Env, ProtocolError, parse_end
+
+SHIM: Final = Path(__file__).with_name("shim.py")
+_SHIM_ROLE: Final = "shim"
+_SAVER_ROLE: Final = "saver"
+_OURS: Final = "VRAMFARM_"
+
+PREVENTION: Final[Mapping[str, str]] = {
+    "NCCL_DEBUG": "WARN",  # says nothing when all is well, and the cause when it is not
+    "PYTHONFAULTHANDLER": "1",  # a crash in native code shows the Python line it came from
+    "PYTHONUNBUFFERED": "1",  # the last lines before a SIGKILL are in the log
+    "TOKENIZERS_PARALLELISM": "false",  # its threads and DataLoader's fork deadlock
+    "TORCH_FR_BUFFER_SIZE": "2000",  # flight recorder: names the rank that did not come to a collective
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # and writes that down when the others time out
+}
+"""Set in every attempt unless the user, or the image, sets them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSpec:
+    """All that one launch needs. Later fields of the environment win: `env`, `secrets`, then ours."""
+
+    number: int
+    id: str
+    argv: tuple[str, ...]
+    cwd: Path
+    run_dir: Path
+    folder: Path  # logs/attempt-0003
+    control: Path  # the control page
+    job: str
+    checkpoint_dir: Path
+    save_interval_s: float
+    lineage: int
+    resume: Path | None = None
+    saver_python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    withhold: frozenset[str] = frozenset()  # names of the supervisor's own secrets
+
+
+def start(spec: LaunchSpec) -> None:
+    """Start the launcher under a shim. It lives on when the runner dies."""
+    if not spec.cwd.is_dir():
+        raise JobError(
+            f"workdir: expected a folder, found none at {spec.cwd}",
+            hint="name an existing folder in `workdir`, or bring the code with `source`",
+        )
+    spec.folder.mkdir(parents=True)
+    link_library(spec.run_dir)
+    shim = (sys.executable, "-I", str(SHIM.resolve()), str(spec.folder.resolve()), *spec.argv)
+    with (spec.folder / "launcher.log").open("ab") as log:
+        process.spawn(shim, env=environment(spec, os.environ), cwd=spec.cwd, stdout=log, stderr=log)
+
+
+def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of an attempt; `outer` is the supervisor's."""
+    kept = {k: v for k, v in outer.items() if k not in spec.withhold and not k.startswith(_OURS)}
+    env = {**PREVENTION, **_offline_wandb({**kept, **spec.env, **spec.secrets}), **kept, **spec.env, **spec.secrets}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), str(library_dir(spec.run_dir))) if p)
+    return env | _protocol(spec)
+
+
+def library_dir(run_dir: Path) -> Path:
+    """Folder for PYTHONPATH: it holds the library and nothing that could hide a user's module."""
+    return run_dir.resolve() / "lib"
+
+
+def link_library(run_dir: Path) -> None:
+    """Let `<run>/lib/vramfarm` lead to the library of this installation."""
+    folder, library = library_dir(run_dir), Path(protocol.__file__).resolve().parent
+    link = folder / library.name
+    folder.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink() and link.readlink() == library:
+        return
+    fresh = folder / f".{library.name}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(library)
+    fresh.rename(link)
+
+
+def live(attempt_id: str) -> Live | None:
+    """Return the processes of the attempt that exist now; None if there is none."""
+    found = process.find(Env.ATTEMPT_ID, attempt_id)
+    if not found:
+        return None
+    savers = tuple(p.pid for p in found if p.role == _SAVER_ROLE)
+    return Live(attempt_id=attempt_id, trainers=tuple(p.pid for p in found if p.pid not in savers), savers=savers)
+
+
+def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> tuple[int, ...]:
+    """
+    SIGKILL every trainer process until none is left; return the pids that would not go.
+
+    The shim is spared until it wrote down how the launcher ended. Savers are spared, so that
+    what is staged gets committed, unless `savers`.
+    """
+
+    def look() -> tuple[Process, ...]:
+        found = process.find(Env.ATTEMPT_ID, attempt_id)
+        return found if savers else tuple(p for p in found if p.role != _SAVER_ROLE)
+
+    process.end_all(look, timeout_s=timeout_s, spare=_SHIM_ROLE)
+    left = process.end_all(look, timeout_s=1.0)
+    process.reap()
+    return tuple(p.pid for p in left)
+
+
+def read_exit(folder: Path) -> Exit | None:
+    """
+    Return how the launcher ended. None: its shim lives and will say; code None: nobody can say.
+
+    Ask `live` first: a shim that is just being started has not written its name yet.
+    """
+    shim_lives = _shim_is_alive(folder)  # before the record is looked for: it writes, then ends
+    try:
+        return Exit(code=int(json.loads((folder / "exit.json").read_bytes())["code"]))
+    except FileNotFoundError:
+        return None if shim_lives else Exit(code=None)
+    except (ValueError, KeyError, TypeError):  # the disk lost it
+        return Exit(code=None)
+
+
+def read_end(folder: Path) -> EndRecord | None:
+    """Return what the saver wrote down; None if it wrote nothing that can be read."""
+    with suppress(FileNotFoundError, ProtocolError):  # unreadable: the exit code counts then
+        return parse_end((folder / "end.json").read_bytes())
+    return None
+
+
+def _shim_is_alive(folder: Path) -> bool:
+    try:
+        fields = json.loads((folder / "shim.json").read_bytes())
+        return process.is_alive(Process(int(fields["pid"]), int(fields["started"])))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _protocol(spec: LaunchSpec) -> dict[str, str]:
+    return {
+        Env.CONTROL: str(spec.control),
+        Env.RUN: str(spec.run_dir),
+        Env.ATTEMPT: str(spec.number),
+        Env.ATTEMPT_ID: spec.id,
+        Env.ROLE: _SHIM_ROLE,
+        Env.JOB: spec.job,
+        Env.CHECKPOINT_DIR: str(spec.checkpoint_dir),
+        Env.SAVE_INTERVAL_S: str(spec.save_interval_s),
+        Env.LINEAGE: str(spec.lineage),
+        Env.RESUME: "none" if spec.resume is None else str(spec.resume),
+        Env.END_FILE: str(spec.folder.resolve() / "end.json"),
+        Env.SAVER_PYTHON: spec.saver_python,
+    }
+
+
+def _offline_wandb(env: Mapping[str, str]) -> dict[str, str]:
+    """Without a key W&B ends the run, or waits at a prompt: let it write to disk instead."""
+    netrc = Path(env.get("NETRC", Path(env.get("HOME", "/root"), ".netrc")))
+    with suppress(OSError):
+        if "wandb" in netrc.read_text(errors="replace"):
+            return {}
+    return {} if "WANDB_API_KEY" in env else {"WANDB_MODE": "offline"}

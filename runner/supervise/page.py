@@ -1,0 +1,125 @@
+"""
+The control page of an attempt, from the supervisor's side: made before launch, read every
+turn, removed when its attempt is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from runner.facts import Progress
+from runner.supervise import process
+from vramfarm.protocol import ControlPage, Env, Phase, ProtocolError, Slot, Word
+
+_MEMORY: Final = Path("/dev/shm")  # noqa: S108  # named by the attempt's unique id, mode 0600, O_EXCL
+_RATE_WINDOW_NS: Final = 60 * 10**9
+
+
+def create(run_dir: Path, attempt_id: str, *, num_ranks: int) -> Path:
+    """Make the page, in memory or, where that is full or not writable, in the run folder."""
+    memory, disk = _places(run_dir, attempt_id)
+    for path in (memory, disk):
+        path.unlink(missing_ok=True)  # of a runner that died before it launched this attempt
+    try:
+        ControlPage.create(memory, num_ranks=num_ranks).close()
+    except OSError:
+        ControlPage.create(disk, num_ranks=num_ranks).close()
+        return disk
+    return memory
+
+
+def find(run_dir: Path, attempt_id: str) -> ControlPage | None:
+    """Open the page of an attempt, wherever it was made; None if there is none."""
+    for path in _places(run_dir, attempt_id):
+        with suppress(OSError, ProtocolError):
+            return ControlPage.open(path)
+    return None
+
+
+def request_leave(page: ControlPage) -> None:
+    """Ask the ranks to save and leave. Asking again changes nothing."""
+    page[Word.REQUEST_LEAVE] = 1
+
+
+def leave_requested(page: ControlPage) -> bool:
+    return page[Word.REQUEST_LEAVE] != 0
+
+
+def request_save(page: ControlPage) -> None:
+    """Ask for one more save, at the next step."""
+    page[Word.REQUEST_SAVE] += 1
+
+
+def remove_stale(run_dir: Path) -> None:
+    """Remove pages of this run whose attempt has no process any more."""
+    prefix = _prefix(run_dir)
+    for path in (*_MEMORY.glob(f"{prefix}*"), *run_dir.glob(f"{prefix}*")):
+        if not process.find(Env.ATTEMPT_ID, path.name.removeprefix(prefix)):
+            path.unlink(missing_ok=True)
+
+
+class ProgressReader:
+    """Reads one page; remembers a minute of beats, for the rate."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self.page = page
+        self._beats: deque[tuple[int, int]] = deque()  # (beat, step) of the first attached rank
+
+    def read(self) -> Progress:
+        """Return what the ranks last said. The step is the slowest rank's; the loss rank 0's."""
+        page = self.page
+        saves = Progress(
+            saving_step=page[Word.SAVING_STEP],
+            num_committed=page[Word.NUM_COMMITTED],
+            num_failed=page[Word.NUM_FAILED],
+            save_error=page.error(),
+        )
+        ranks = [rank for rank in range(page.num_ranks) if page.get(rank, Slot.PID)]
+        if not ranks:
+            return saves
+        return replace(
+            saves,
+            attached=True,
+            step=min(page.get(rank, Slot.STEP) for rank in ranks),
+            max_steps=max(page.get(rank, Slot.MAX_STEPS) for rank in ranks),
+            loss=_loss(page),
+            steps_per_s=self._rate(ranks[0]),
+            phase=_phase(page, ranks[0]),
+        )
+
+    def _rate(self, rank: int) -> float | None:
+        beat, step = self.page.get(rank, Slot.BEAT_NS), self.page.get(rank, Slot.STEP)
+        if step and (not self._beats or self._beats[-1][1] != step):
+            self._beats.append((beat, step))
+        while len(self._beats) > 2 and beat - self._beats[0][0] > _RATE_WINDOW_NS:  # noqa: PLR2004  # a rate takes two
+            self._beats.popleft()
+        if len(self._beats) < 2 or self._beats[-1][0] <= self._beats[0][0]:  # noqa: PLR2004
+            return None
+        (first_beat, first_step), (last_beat, last_step) = self._beats[0], self._beats[-1]
+        return (last_step - first_step) * 1e9 / (last_beat - first_beat)
+
+
+def _loss(page: ControlPage) -> float | None:
+    return page.get_float(0, Slot.LOSS) if page.get(0, Slot.LOSS) else None  # all bits zero: never told
+
+
+def _phase(page: ControlPage, rank: int) -> str:
+    with suppress(ValueError):
+        return Phase(page.get(rank, Slot.PHASE)).name.lower()
+    return "unknown"
+
+
+def _places(run_dir: Path, attempt_id: str) -> tuple[Path, Path]:
+    name = _prefix(run_dir) + attempt_id
+    return _MEMORY / name, run_dir.resolve() / name
+
+
+def _prefix(run_dir: Path) -> str:
+    """Pages of other runs lie in the same memory: the run's folder is in the name."""
+    digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()
+    return f"vramfarm-page-{digest[:12]}-"

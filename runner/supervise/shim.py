@@ -1,0 +1,93 @@
+"""
+Starts the launcher of one attempt, waits for it and writes down how it ended.
+
+    python -I shim.py ATTEMPT_FOLDER PROGRAM [ARGUMENT ...]
+
+Standard library only and no import of ours, so that nothing in the user's folder or
+environment can break it. It outlives the runner: the launcher's exit is never lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+_RECORD_BYTES = 512
+_OPEN_FILES = 65_535
+_PR_SET_CHILD_SUBREAPER = 36
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+def main(folder: Path, argv: list[str]) -> int:
+    _write_durably(folder / "shim.json", {"pid": os.getpid(), "started": _start_time()})
+    _reserve(folder / "exit.json.tmp")
+    _prepare()
+    code = _run(argv, folder / "launcher.log")
+    _write_durably(folder / "exit.json", {"code": code, "at": datetime.now(UTC).isoformat()})
+    return code
+
+
+def _prepare() -> None:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: that the launcher would inherit
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # eight ranks that abort would fill the disk
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.environ.pop("VRAMFARM_ROLE", None)  # it is ours, not the launcher's
+
+
+def _run(argv: list[str], log: Path) -> int:
+    with log.open("ab") as out:
+        try:
+            launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        except OSError as error:
+            out.write(f"vramfarm-runner: cannot start {argv[0]}: {error.strerror}\n".encode())
+            return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+    while True:
+        pid, status = os.waitpid(-1, 0)  # strays too: we are their parent now
+        if pid == launcher.pid:
+            launcher.returncode = os.waitstatus_to_exitcode(status)
+            return launcher.returncode
+
+
+def _reserve(path: Path) -> None:
+    """Take the bytes of the last record now: a full disk is a common reason for the end."""
+    with path.open("wb") as file:
+        file.write(b" " * _RECORD_BYTES)
+        os.fsync(file.fileno())
+
+
+def _write_durably(path: Path, record: Mapping[str, object]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, json.dumps(record).encode().ljust(_RECORD_BYTES))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.rename(path)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _start_time() -> int:
+    raw = Path("/proc/self/stat").read_bytes()
+    return int(raw[raw.rindex(b")") + 2 :].split()[19])
+
+
+if __name__ == "__main__":
+    ended = main(Path(sys.argv[1]), sys.argv[2:])
+    sys.exit(ended if ended >= 0 else 128 - ended)

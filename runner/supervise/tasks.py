@@ -1,0 +1,201 @@
+"""
+Slow work, each piece a process of its own: started, then observed. One at a time per kind.
+
+A task reads its arguments as JSON from standard input and writes JSON lines to standard
+output; the last one says how it ended. It may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from runner.facts import Failed, Finished, Running, TaskKind, TaskState
+from runner.supervise import process
+from vramfarm.protocol import Env
+
+_ROLE: Final = "task"
+_NICENESS: Final = 10  # training goes first
+_LOG_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 4096
+
+
+class TaskBoard:
+    """Tasks of one run, by kind: what runs, and how the last one ended."""
+
+    def __init__(self, folder: Path, run_marker: str) -> None:
+        """`folder` takes the tasks' logs; every task carries `run_marker` as `Env.RUN`."""
+        self._folder = folder
+        self._marker = run_marker
+        self._tasks: dict[TaskKind, _Task] = {}
+        self._states: dict[TaskKind, TaskState] = {}
+        self._failures: dict[tuple[TaskKind, str], Failed] = {}
+
+    def start(
+        self,
+        kind: TaskKind,
+        subject: str,
+        argv: Sequence[str],
+        arguments: Mapping[str, Any],
+        now: datetime,
+    ) -> None:
+        """Start a task, with the supervisor's environment. None of its kind may be running."""
+        assert kind not in self._tasks, f"a {kind} task is running"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        out, err = self._folder / f"{kind}.jsonl", self._folder / f"{kind}.err"
+        env = {**os.environ, Env.RUN: self._marker, Env.ROLE: _ROLE}
+        with tempfile.TemporaryFile() as stdin, _appending(out) as stdout, _appending(err) as stderr:
+            stdin.write(json.dumps(arguments).encode())
+            stdin.seek(0)
+            begin, begin_err = stdout.tell(), stderr.tell()
+            popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr)
+        with suppress(OSError):  # gone already
+            os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+        running = Running(subject=subject, started_at=now)
+        self._tasks[kind] = _Task(popen, _Lines(out, begin), err, begin_err)
+        self._states[kind] = running
+
+    def states(self, now: datetime) -> Mapping[TaskKind, TaskState]:
+        """Look at every task; return what runs and how the last of each kind ended."""
+        for kind in tuple(self._tasks):
+            self._look(kind, now)
+        return MappingProxyType(dict(self._states))
+
+    def is_running(self, kind: TaskKind) -> bool:
+        return kind in self._tasks
+
+    def end(self, kind: TaskKind, *, timeout_s: float = 5.0) -> None:
+        """End a running task and forget it; nothing happens if there is none."""
+        task = self._tasks.pop(kind, None)
+        if task is None:
+            return
+        self._states.pop(kind, None)
+        task.kill()
+        with suppress(subprocess.TimeoutExpired):
+            task.popen.wait(timeout_s)
+
+    def kill_leftovers(self, *, timeout_s: float = 10.0) -> tuple[int, ...]:
+        """End tasks of this run that an earlier runner started; return the pids that would not go."""
+        mine = {task.popen.pid for task in self._tasks.values()}
+
+        def look() -> tuple[process.Process, ...]:
+            found = process.find(Env.RUN, self._marker)
+            return tuple(p for p in found if p.role == _ROLE and not _in_session(p.pid, mine))
+
+        return tuple(p.pid for p in process.end_all(look, timeout_s=timeout_s))
+
+    def _look(self, kind: TaskKind, now: datetime) -> None:
+        task, state = self._tasks[kind], self._states[kind]
+        assert isinstance(state, Running)
+        code = task.popen.poll()  # before its lines are read: what it wrote last is there then
+        for line in task.lines.read():
+            task.last = line if {"result", "error"} & line.keys() else task.last
+            state = _progressed(state, line)
+        self._states[kind] = state
+        if code is None:
+            return
+        task.kill()  # what it started goes with it
+        del self._tasks[kind]
+        self._states[kind] = self._conclude(kind, task, state.subject, code, now)
+
+    def _conclude(self, kind: TaskKind, task: _Task, subject: str, code: int, now: datetime) -> TaskState:
+        if "result" in task.last:
+            self._failures.pop((kind, subject), None)
+            return Finished(subject=subject, at=now, result=_as_mapping(task.last["result"]))
+        before = self._failures.get((kind, subject))
+        failed = Failed(
+            subject=subject,
+            at=now,
+            error=str(task.last["error"]) if task.last else _died(kind, code, task.error_tail()),
+            final=bool(task.last.get("final", False)),
+            hint=str(task.last.get("hint", "")),
+            failures=1 + (before.failures if before else 0),
+            since=before.since if before else now,
+        )
+        self._failures[kind, subject] = failed
+        return failed
+
+
+@dataclass(slots=True)
+class _Task:
+    popen: subprocess.Popen[bytes]
+    lines: _Lines
+    err: Path
+    err_begin: int
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def error_tail(self) -> str:
+        size = self.err.stat().st_size
+        with self.err.open("rb") as file:
+            file.seek(max(self.err_begin, size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").strip()
+
+
+@dataclass(slots=True)
+class _Lines:
+    """JSON objects that were added to a file since the last look. A torn last line waits."""
+
+    path: Path
+    offset: int
+
+    def read(self) -> Iterator[Mapping[str, Any]]:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            raw = file.read()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):  # something that a library printed
+                fields = json.loads(line)
+                if isinstance(fields, dict):
+                    yield fields
+
+
+def _progressed(state: Running, line: Mapping[str, Any]) -> Running:
+    progress = line.get("progress")
+    if not isinstance(progress, int | float):
+        return state
+    return replace(state, progress=float(progress), note=str(line.get("note", state.note)))
+
+
+def _died(kind: TaskKind, code: int, tail: str) -> str:
+    how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code} without a last word"
+    last = tail.splitlines()[-1] if tail else ""
+    return f"task {kind} {how}" + (f": {last}" if last else "")
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _as_mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _in_session(pid: int, leaders: set[int]) -> bool:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid) in leaders
+    return False
+
+
+def _appending(path: Path) -> Any:  # noqa: ANN401  # a binary file
+    with suppress(FileNotFoundError):
+        if path.stat().st_size > _LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+    return path.open("ab")

@@ -1,0 +1,183 @@
+import os
+import signal
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from runner.facts import Failed, Finished, Running, TaskKind
+from runner.supervise import process
+from runner.supervise.tasks import TaskBoard
+from tests.supervise.conftest import until
+from vramfarm.protocol import Env
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+SAY = (
+    "import json, sys, time, os; arguments = json.load(sys.stdin); say = lambda **k: print(json.dumps(k), flush=True)\n"
+)
+
+
+@pytest.fixture
+def board(marker, tmp_path):
+    board = TaskBoard(tmp_path / "tasks", marker)
+    yield board
+    for kind in TaskKind:
+        board.end(kind)
+
+
+def start(board, code, subject="step-1", now=NOW, **arguments):
+    board.start(TaskKind.UPLOAD, subject, (sys.executable, "-I", "-c", SAY + code), arguments, now)
+
+
+def state(board, now=NOW):
+    return board.states(now)[TaskKind.UPLOAD]
+
+
+def ended(board, now=NOW):
+    until(lambda: not isinstance(state(board, now), Running))
+    return state(board, now)
+
+
+def test_a_result_ends_a_task(board):
+    """
+    A task gets its arguments, and its result comes back.
+    """
+    start(board, "say(result={'twice': 2 * arguments['n']})", n=21)
+
+    assert Finished(subject="step-1", at=NOW, result={"twice": 42}) == ended(board)
+
+
+def test_progress_is_seen_while_it_runs(board):
+    """
+    The newest progress line counts; what libraries print in between does not.
+    """
+    start(board, "say(progress=0.1, note='a'); print('[1] noise {'); say(progress=0.4, note='b'); time.sleep(60)")
+
+    until(lambda: state(board).progress == 0.4)
+
+    assert Running(subject="step-1", started_at=NOW, progress=0.4, note="b") == state(board)
+
+
+def test_failures_of_a_subject_are_counted_in_a_row(board):
+    """
+    A failure carries the number and the beginning of its row; a success, or another subject, begins anew.
+    """
+    later = NOW + timedelta(minutes=5)
+    fail, succeed = "say(error='503', hint='wait', final=False)", "say(result={})"
+    counts = []
+    for code, subject, now in (
+        (fail, "a", NOW),
+        (fail, "a", later),
+        (fail, "b", later),
+        (succeed, "a", later),
+        (fail, "a", later),
+    ):
+        start(board, code, subject=subject, now=now)
+        told = ended(board, now)
+        counts.append((told.failures, told.since) if isinstance(told, Failed) else None)
+
+    assert [(1, NOW), (2, NOW), (1, later), None, (1, later)] == counts
+
+
+def test_a_final_error_is_passed_on(board):
+    """
+    A task that says that trying again cannot help is believed.
+    """
+    start(board, "say(error='403', hint='check the key', final=True); sys.exit(1)")
+
+    expected = Failed(subject="step-1", at=NOW, error="403", hint="check the key", final=True, failures=1, since=NOW)
+    assert expected == ended(board)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        pytest.param("os.kill(os.getpid(), 9)", "task upload was ended by SIGKILL", id="signal"),
+        pytest.param(
+            "raise ValueError('no')", "task upload exited 1 without a last word: ValueError: no", id="exception"
+        ),
+        pytest.param(
+            "print('{\"result\": {}', end='')", "task upload exited 0 without a last word", id="torn last word"
+        ),
+    ],
+)
+def test_a_task_without_a_last_word_failed_for_now(board, code, error):
+    """
+    A death is a failure that may pass; its cause is named.
+    """
+    start(board, code)
+
+    told = ended(board)
+
+    assert (error, False) == (told.error, told.final)
+
+
+def test_the_last_task_of_a_kind_is_not_taken_for_this_one(board):
+    """
+    Words of an earlier task, in the same log, say nothing about the next.
+    """
+    start(board, "say(result={'first': True}); print('old', file=sys.stderr)")
+    ended(board)
+
+    start(board, "")
+
+    assert "task upload exited 0 without a last word" == ended(board).error
+
+
+def test_what_a_task_started_goes_with_it(board, marker):
+    """
+    Nothing of a task that ended goes on working in its place.
+    """
+    start(board, "import subprocess; subprocess.Popen(['sleep', '60']); say(result={})")
+
+    ended(board)
+
+    until(lambda: process.find(Env.RUN, marker) == ())
+
+
+def test_a_task_gives_way_to_training(board, marker):
+    """
+    Tasks run at a lower priority.
+    """
+    start(board, "time.sleep(0.2); say(result={'nice': os.nice(0)})")
+
+    assert {"nice": 10 + os.nice(0)} == ended(board).result
+
+
+def test_leftovers_of_an_earlier_runner_are_ended(board, marker, tmp_path):
+    """
+    Tasks of an earlier life are ended; those of this one, and training, are not.
+    """
+    earlier = TaskBoard(tmp_path / "earlier", marker)
+    start(earlier, "time.sleep(60)")
+    start(board, "time.sleep(60)")
+    trainer = process.spawn(("sleep", "60"), env={Env.RUN: marker}, cwd="/")
+
+    left = board.kill_leftovers()
+
+    assert () == left
+    assert "task upload was ended by SIGKILL" == ended(earlier).error
+    assert (True, None) == (isinstance(state(board), Running), trainer.poll())
+
+
+def test_an_ended_task_is_forgotten(board):
+    """
+    A task that we ended is not a failure.
+    """
+    start(board, "time.sleep(60)")
+
+    board.end(TaskKind.UPLOAD)
+
+    assert {} == board.states(NOW)
+
+
+def test_signals_are_named(board):
+    """
+    A task that is ended by the kernel or a person says by what.
+    """
+    start(board, "say(progress=0.5); time.sleep(60)")
+    until(lambda: state(board).progress)
+
+    os.kill(board._tasks[TaskKind.UPLOAD].popen.pid, signal.SIGTERM)
+
+    assert "task upload was ended by SIGTERM" == ended(board).error
