@@ -25,7 +25,9 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainSerializer,
     Tag,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -52,6 +54,16 @@ def parse_duration(value: object) -> timedelta:
         raise ValueError(msg)
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
     return timedelta(seconds=sum(float(n) * _DURATION_UNITS[unit] for n, unit in parts))
+
+
+def format_duration(value: timedelta) -> str:
+    """As job.yaml writes it; `parse_duration` gives the duration back, to the millisecond."""
+    left = round(value.total_seconds() * 1000)
+    parts = []
+    for unit in ("d", "h", "m", "s", "ms"):
+        count, left = divmod(left, round(_DURATION_UNITS[unit] * 1000))
+        parts += [f"{count}{unit}"] if count else []
+    return "".join(parts) or "0s"
 
 
 def parse_size(value: object) -> int:
@@ -83,10 +95,27 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-Money = Annotated[Decimal, BeforeValidator(parse_money)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": r"^(\d+(\.\d+)?(ms|s|m|h|d))+$", "x-kind": "duration"}),
+]
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema({"type": ["integer", "string"], "x-kind": "size"}),
+]
+Money = Annotated[
+    Decimal,
+    BeforeValidator(parse_money),
+    WithJsonSchema({"type": ["number", "string"], "x-kind": "money"}),
+]
+Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_listed),
+    WithJsonSchema({"type": ["array", "string"], "items": {"type": "string"}, "x-kind": "text, or a list of texts"}),
+]
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -202,7 +231,7 @@ class CheckpointPolicy(Model):
     )
     save_interval: Duration = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
     keep_last: int = Field(
-        default=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
+        default=2, ge=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
     )
     resume: str = Field(
         default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL."
@@ -210,14 +239,6 @@ class CheckpointPolicy(Model):
     staging: Literal["auto", "full", "chunked"] = Field(
         default="auto", description="Memory for a save: a full copy or pieces."
     )
-
-    @field_validator("keep_last")
-    @classmethod
-    def _two(cls, value: int) -> int:
-        if value < 2:  # noqa: PLR2004  # the newest may be damaged when we need it
-            msg = f"must be at least 2, got {value}"
-            raise ValueError(msg)
-        return value
 
 
 class OffloadPolicy(Model):
@@ -335,7 +356,7 @@ class Job(Model):
     )
     command: str = Field(
         min_length=1,
-        description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in.",
+        description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in at each start.",
     )
     launcher: LauncherName = Field(default=LauncherName.TORCHRUN, description="What starts one process per card.")
     framework: FrameworkName = Field(default=FrameworkName.AUTO, description="Who saves the checkpoints.")
@@ -431,6 +452,8 @@ class Job(Model):
         return self.model_copy(
             update={
                 "name": name,
+                "command": put(self.command),
+                "setup": tuple(map(put, self.setup)),
                 "workdir": None if self.workdir is None else folder(self.workdir),
                 "source": source,
                 "data": tuple(

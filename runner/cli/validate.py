@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from runner.cli.load import LoadedJob, load_job
-from runner.cli.output import duration, out, out_json
-from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName
+from runner.cli.output import out, out_json
+from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
 from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
@@ -62,7 +62,7 @@ def _code(loaded: LoadedJob) -> str:
         case None:
             where = "already here"
     workdir = job.workdir or ("the source's folder" if job.source else str(loaded.folder))
-    steps = f"; {len(job.setup)} setup commands before" if job.setup else ""
+    steps = f"; before that: {', '.join(job.setup)}" if job.setup else ""
     return f"{where}; runs in {workdir}{steps}"
 
 
@@ -75,7 +75,7 @@ def _saves(job: Job) -> str:
     policy = job.checkpoint
     resume = {"auto": "goes on from the newest that verifies", "never": "starts over"}
     return (
-        f"every {duration(policy.save_interval)}, the last {policy.keep_last} stay in {policy.dir}; "
+        f"every {format_duration(policy.save_interval)}, the last {policy.keep_last} stay in {policy.dir}; "
         f"{resume.get(policy.resume, f'goes on from {policy.resume}')}"
     )
 
@@ -91,7 +91,7 @@ def _copies(job: Job) -> str:
 def _failures(job: Job) -> str:
     policy = job.restart
     return (
-        f"starts again after {duration(policy.initial_delay)}, later up to {duration(policy.max_delay)}; "
+        f"starts again after {format_duration(policy.initial_delay)}, later up to {format_duration(policy.max_delay)}; "
         f"gives up after {policy.max_restarts_without_progress} in a row without a new checkpoint"
     )
 
@@ -99,7 +99,7 @@ def _failures(job: Job) -> str:
 def _limits(job: Job) -> str:
     limits = job.limits
     parts = [
-        duration(limits.max_duration) if limits.max_duration else "",
+        format_duration(limits.max_duration) if limits.max_duration else "",
         f"at {limits.until}" if limits.until else "",
         f"{limits.max_cost} spent" if limits.max_cost is not None else "",
     ]
@@ -127,7 +127,7 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     elif job.offload.to.startswith("file://"):
         yield "offload.to: a folder protects only if it lies on another machine's disk"
     if job.checkpoint.save_interval > _RARE:
-        yield f"checkpoint.save_interval: a crash costs up to {duration(job.checkpoint.save_interval)} of training"
+        yield f"checkpoint.save_interval: a crash costs up to {format_duration(job.checkpoint.save_interval)} of training"
     if job.finish.on_success is AtEnd.KEEP:
         yield "finish.on_success: the server stays, and costs, after the job is done"
     if job.limits.on_limit is OnLimit.STOP_ANYWAY:

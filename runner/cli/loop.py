@@ -1,0 +1,278 @@
+"""
+The runner itself: everything is put together here, once, and handed to the loop.
+
+Started by the guardian. What goes wrong before the loop is an early end: one line, the right
+exit code, and the last word to the guardian, so that a rented server does not stay on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+from runner.adapters.providers import SECRETS, find_server, with_secrets
+from runner.cli.load import LoadedJob, load_job
+from runner.cli.telling import Teller
+from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
+from runner.facts import History, Server
+from runner.job import Job, OnLimit, ProviderName
+from runner.lifeline import Lifeline
+from runner.loop import run as run_loop
+from runner.policy.lifecycle import End
+from runner.policy.limits import deadline
+from runner.probes import machine
+from runner.storage import journal as events
+from runner.storage.disk import Disk, write_durable
+from runner.storage.journal import Journal
+from runner.words import Surroundings
+from runner.world import RealWorld, RunFolder, Setting
+
+LOCK_PATIENCE_S: Final = 10.0
+_IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config")
+    parser.add_argument("--start-over", action="store_true")
+    parser.add_argument("--go-on", action="store_true")
+    parser.add_argument("--accept-change", action="store_true")
+    parser.add_argument("--lifeline", type=int)
+
+
+def run(args: argparse.Namespace) -> int:
+    lifeline = Lifeline(args.lifeline)
+    env = with_secrets(os.environ)
+    server = find_server(env)
+    loaded: LoadedJob | None = None
+    try:
+        loaded = load_job(args.config, env)
+        if loaded.job.provider.kind is ProviderName.NONE:
+            server = None
+        end = _run(args, loaded, env, server, lifeline)
+    except RunnerError as error:
+        _early_end(error, loaded, server, lifeline)
+        raise
+    return end.code
+
+
+def _early_end(error: RunnerError, loaded: LoadedJob | None, server: Server | None, lifeline: Lifeline) -> None:
+    """Every early end on a rented server stops that server, but for the one that another runner of ours uses."""
+    stop = server is not None and not isinstance(error, LockedError)
+    keep = str(loaded.workspace) if loaded and any(loaded.workspace.glob("*/checkpoints/step-*")) else None
+    lifeline.end(code=error.exit_code, stop=stop, keep=keep, hold_s=None, reason=str(error).splitlines()[0])
+
+
+def _run(
+    args: argparse.Namespace, loaded: LoadedJob, env: Mapping[str, str], server: Server | None, lifeline: Lifeline
+) -> End:
+    job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
+    with _on_this_disk(folder.root), _locked(folder):
+        journal = Journal(folder.journal, Disk())
+        _check_same_job(job, folder, accept_change=args.accept_change)
+        _reopen(args, journal, folder)
+        setting = _find_out(loaded, env, server)
+        _tell_deadline(job, journal.history, server, lifeline)
+        world = RealWorld(setting, folder, Disk())
+        teller = Teller(job, folder, _surroundings(folder, server, loaded.workspace), machine=_describe(setting))
+        _listen(world)
+        end = run_loop(job, journal, world, teller)
+        teller.close(journal.history, end)
+        world.close()
+    hold = None if job.finish.hold == "auto" else job.finish.hold.total_seconds()
+    keep = job.finish.save_folder if end.keep else None
+    stop = end.stop and server is not None
+    lifeline.end(code=end.code, stop=stop, keep=keep, hold_s=_hold(end, hold), reason=end.reason)
+    return end
+
+
+def _hold(end: End, wished: float | None) -> float | None:
+    """A job that ran to its end has nothing to look at: the server goes at once."""
+    ran = end.code in {0, 8, LimitError.exit_code}
+    return 0.0 if ran else wished
+
+
+# ------------------------------------------------------------------------------ the folder
+
+
+@contextmanager
+def _on_this_disk(root: Path) -> Iterator[None]:
+    """A disk that fails is one line, not a traceback."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        where = error.filename or root
+        raise MachineError(
+            f"{where}: {error.strerror or error}",
+            hint=f"the run folder {root} must be on a disk that can be written; free some space or mount a volume there",
+        ) from error
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """One runner a run folder: a restart waits for the one that is going, a second one is refused."""
+    with folder.lock.open("a+") as file:
+        deadline_s = time.monotonic() + LOCK_PATIENCE_S
+        while not _try_lock(file):
+            if time.monotonic() >= deadline_s:
+                file.seek(0)
+                raise LockedError(
+                    f"{folder.root}: another runner writes this run ({file.read().strip() or 'unknown'})",
+                    hint="`vramfarm-runner status` shows how it is doing; `vramfarm-runner stop` ends it",
+                )
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_same_job(job: Job, folder: RunFolder, *, accept_change: bool) -> None:
+    """One name, one run: another job under an old name would resume from the wrong weights."""
+    new = identity(job)
+    if folder.job.exists() and not accept_change:
+        old = _read_identity(folder.job)
+        changed = sorted(name for name in new if old and old.get(name) != new[name])
+        if changed:
+            raise JobError(
+                f"{folder.job}: this run was started with another {', '.join(changed)}: "
+                + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
+                hint="give the job another name, or pass --accept-change to go on with the change",
+            )
+    write_durable(Disk(), folder.job, json.dumps(job.model_dump(mode="json", by_alias=True), indent=1).encode())
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What makes a job this job; limits, cadence and the like may change between starts."""
+    return job.model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_bytes())
+        return {name: fields.get(name) for name in _IDENTITY}
+    except (ValueError, AttributeError):
+        return {}  # lost by a crash in its first write: it is written anew
+
+
+def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> None:
+    if not (args.start_over or args.go_on):
+        return
+    folder.stop.unlink(missing_ok=True)
+    from datetime import UTC, datetime  # noqa: PLC0415
+
+    journal.append(events.reopened(start_over=args.start_over, at=datetime.now(UTC)))
+
+
+# ----------------------------------------------------------------------------- the setting
+
+
+def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None) -> Setting:
+    job = loaded.job
+    python = machine.find_python(job.python)
+    cards = machine.count_cards()
+    num_procs, refusal = how_many(job, cards)
+    return Setting(
+        job=job,
+        job_digest=_digest(identity(job)),
+        setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
+        if job.source or job.setup
+        else "",
+        config_dir=loaded.folder,
+        python=str(python.path),
+        num_procs=num_procs,
+        server=server,
+        withhold=frozenset(SECRETS),
+        secrets=_secrets(job, env),
+        refusal=refusal,
+    )
+
+
+def how_many(job: Job, cards: int) -> tuple[int, str]:
+    """Processes to start, and why this machine is refused, if it is."""
+    if cards == 0:
+        return (
+            job.cpu_processes or 1,
+            "" if job.cpu_processes else "no card found; a job for the CPU says cpu_processes",
+        )
+    if job.cards == "all":
+        return cards, ""
+    if job.cards > cards:
+        return cards, f"{job.cards} cards are asked for (cards), this machine has {cards}"
+    return job.cards, ""
+
+
+def _secrets(job: Job, env: Mapping[str, str]) -> dict[str, str]:
+    values = {name: env.get(name) or _secret_file(name) for name in (*job.secrets, *job.notify)}
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        raise JobError(
+            f"secrets: no value for {', '.join(missing)}",
+            hint="set it in the container's environment, or mount a file of that name into /run/secrets",
+        )
+    return {name: str(values[name]) for name in job.secrets}
+
+
+def _secret_file(name: str) -> str:
+    try:
+        return Path("/run/secrets", name).read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _tell_deadline(job: Job, history: History, server: Server | None, lifeline: Lifeline) -> None:
+    from datetime import UTC, datetime  # noqa: PLC0415
+
+    at = deadline(job.limits, history.opened_at or datetime.now(UTC), server)
+    keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder
+    lifeline.deadline(at, keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
+
+
+def _surroundings(folder: RunFolder, server: Server | None, workspace: Path) -> Surroundings:
+    return Surroundings(
+        run_dir=str(folder.root),
+        server=server,
+        first_boot_at=machine.first_boot_at(workspace),
+        runner_pid=os.getpid(),
+    )
+
+
+def _describe(setting: Setting) -> str:
+    cards = machine.count_cards()
+    what = f"{cards} cards" if cards else f"no card, {setting.num_procs} processes on the CPU"
+    return f"{what}; training with {setting.python}"
+
+
+def _listen(world: RealWorld) -> None:
+    """SIGTERM ends this boot, never the job; a closed terminal ends nothing."""
+
+    def leave(number: int, frame: object) -> None:
+        del number, frame
+        world.leaving.set()
+        world.wake()
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,0 +1,108 @@
+"""What `run` says while it runs: a line an action, progress, checkpoints, the opening and the closing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import structlog
+
+from runner.facts import History, Observed
+from runner.job import Job
+from runner.policy.lifecycle import Accept, Action, End, Wait
+from runner.supervise.logs import Follower
+from runner.words import Surroundings, changes, closing, describe, opening, progress_line, status
+from runner.world import RunFolder
+
+_EARLY: Final = timedelta(seconds=5)
+_LATE: Final = timedelta(seconds=30)
+_STATUS_EVERY: Final = timedelta(seconds=2)
+
+
+def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
+    """`12:04:31 commit step=500`: no colour, nothing to parse."""
+    del logger, name
+    stamp, text = event.pop("timestamp"), event.pop("event")
+    return " ".join([stamp, text, *(f"{k}={v}" for k, v in event.items())])
+
+
+def _logger() -> structlog.typing.FilteringBoundLogger:
+    return structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr),
+        processors=[structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _plain],
+        wrapper_class=structlog.make_filtering_bound_logger(0),
+    )
+
+
+class Teller:
+    """`loop.Tell`: called once a turn, before the action is done."""
+
+    def __init__(self, job: Job, folder: RunFolder, around: Surroundings, *, machine: str) -> None:
+        self._job, self._folder, self._around, self._machine = job, folder, around, machine
+        self._log = _logger()
+        self._before: Observed | None = None
+        self._progress_at = self._status_at = None
+        self._follower: Follower | None = None
+        self._message = ""
+
+    def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
+        if self._before is None:
+            for line in opening(self._job, seen, self._around, self._machine):
+                self._log.info(line)
+            if history.conclusion:
+                self._log.info(f"this job is over already ({history.conclusion.outcome}): nothing is trained")
+        self._echo(seen, history)
+        for line in changes(self._before, seen):
+            self._say(line)
+        self._tell_progress(seen)
+        if action is not None and (line := describe(action)):
+            self._say(line)
+        self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
+        self._before = seen
+
+    def _say(self, line: str) -> None:
+        self._message = line
+        self._log.info(line)
+
+    def _echo(self, seen: Observed, history: History) -> None:
+        """What rank 0 prints is what `docker logs` is looked at for; the other ranks have their files."""
+        if not history.attempts:
+            return
+        folder = self._folder.attempt(history.attempts[-1].number)
+        if self._follower is None or self._follower.folder != folder:
+            self._follower = Follower(folder)
+        for line in self._follower.read():
+            if line.rank in {0, None}:
+                with suppress(OSError):
+                    sys.stderr.write(f"  | {line.text}\n")
+        del seen
+
+    def _tell_progress(self, seen: Observed) -> None:
+        progress, before = seen.progress, self._before.progress if self._before else None
+        if not progress.step or (before and progress.step == before.step):
+            return
+        if self._progress_at is None or seen.now >= self._progress_at:
+            self._log.info(progress_line(seen))
+            early = progress.steps_per_s is None or progress.step / progress.steps_per_s < 60  # noqa: PLR2004
+            self._progress_at = seen.now + (_EARLY if early else _LATE)
+
+    def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:
+        if not acted and self._status_at and seen.now < self._status_at:
+            return
+        self._status_at = seen.now + _STATUS_EVERY
+        text = json.dumps(status(self._job, history, seen, self._around, self._message), indent=1)
+        fresh = self._folder.status.with_name(".status.json")
+        with suppress(OSError):  # a full disk must not end a run for want of a picture of it
+            fresh.write_text(text)
+            fresh.replace(self._folder.status)
+
+    def close(self, history: History, end: End) -> None:
+        if self._before is None:
+            return
+        self._log.info("summary")
+        for line in closing(self._job, history, self._before, self._around, end):
+            self._log.info(f"  {line}")
+        self._write_status(self._before, history, acted=True)
