@@ -429,7 +429,8 @@ class Job(Model):
         """
         The same job with `{workspace}`, `{name}`, `{date}` and `{config_dir}` put in everywhere they may stand.
 
-        `{config_dir}` is the folder of job.yaml; relative folders start there.
+        `{config_dir}` is the folder of job.yaml; relative folders start there, but for `workdir`,
+        which starts in the source's folder where there is one.
         """
         name = self.name.replace("{date}", date)
         known = {"{workspace}": workspace, "{name}": name, "{date}": date, "{config_dir}": config_dir}
@@ -454,7 +455,7 @@ class Job(Model):
                 "name": name,
                 "command": put(self.command),
                 "setup": tuple(map(put, self.setup)),
-                "workdir": None if self.workdir is None else folder(self.workdir),
+                "workdir": None if self.workdir is None else posixpath.normpath(put(self.workdir)),
                 "source": source,
                 "data": tuple(
                     item.model_copy(update={"source": address(item.source), "to": folder(item.to)})

@@ -27,6 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--start-over", action="store_true", help="begin at step 0 although there are checkpoints")
     parser.add_argument(
+        "--go-on", action="store_true", help="go on although the run was ended: stopped, given up, at a limit"
+    )
+    parser.add_argument(
         "--accept-change", action="store_true", help="go on although job.yaml is not the one this run began with"
     )
 
@@ -38,6 +41,7 @@ def run(args: argparse.Namespace) -> NoReturn:
         config = None
     options = [] if config is None else ["--config", config]
     options += ["--start-over"] * args.start_over + ["--accept-change"] * args.accept_change
+    options += ["--go-on"] * args.go_on
     os.execv(sys.executable, [sys.executable, "-I", str(_GUARDIAN), *options])  # noqa: S606  # argv, no shell
 
 

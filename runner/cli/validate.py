@@ -61,7 +61,8 @@ def _code(loaded: LoadedJob) -> str:
             where = archive
         case None:
             where = "already here"
-    workdir = job.workdir or ("the source's folder" if job.source else str(loaded.folder))
+    base = "the source's folder" if job.source else str(loaded.folder)
+    workdir = base if job.workdir is None else job.workdir if job.workdir[0] == "/" else f"{base}/{job.workdir}"
     steps = f"; before that: {', '.join(job.setup)}" if job.setup else ""
     return f"{where}; runs in {workdir}{steps}"
 
