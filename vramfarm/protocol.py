@@ -41,6 +41,7 @@ class Env:
     RESUME = "VRAMFARM_RESUME"  # folder of the checkpoint to resume from; "none": start at step 0
     END_FILE = "VRAMFARM_END_FILE"  # where the saver writes the `EndRecord`
     SAVER_PYTHON = "VRAMFARM_SAVER_PYTHON"  # interpreter for the saver; default: the rank's own
+    KEEP_LAST = "VRAMFARM_KEEP_LAST"  # only without a supervisor: the saver itself keeps this many
 
 
 # -------------------------------------------------------------------------------- folder
@@ -50,6 +51,7 @@ MANIFEST: Final = "MANIFEST.json"
 TEMPORARY: Final = ".tmp-"  # being written
 REMOVED: Final = ".removed-"  # out of sight, bytes follow
 DAMAGED: Final = ".damaged-"  # failed its checksums; kept for a human
+SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes into the folder
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
@@ -154,9 +156,10 @@ def parse_manifest(raw: bytes) -> Manifest:
     _expect(isinstance(fields, dict), "", "an object", fields)
     _expect(fields.get("format") == FORMAT, "format", repr(FORMAT), fields.get("format"))
     _expect(fields.get("chunk_bytes") == CHUNK_BYTES, "chunk_bytes", str(CHUNK_BYTES), fields.get("chunk_bytes"))
+    known: dict[str, Any] = {name: _whole(fields, name) for name in ("lineage", "step", "attempt", "world_size")}
+    known |= {name: _text(fields, name) for name in ("job", "id", "written_at", "algorithm", "reason", "framework")}
     manifest = Manifest(
-        **{name: _whole(fields, name) for name in ("lineage", "step", "attempt", "world_size")},
-        **{name: _text(fields, name) for name in ("job", "id", "written_at", "algorithm", "reason", "framework")},
+        **known,
         contents=tuple(_list_of(fields, "contents", str)),
         shards=_parse_shards(fields),
         state=fields.get("state", {}),
@@ -246,6 +249,19 @@ def parse_end(raw: bytes) -> EndRecord:
     return record
 
 
+# ------------------------------------------------------------------------------ processes
+
+
+def process_started(pid: int) -> int:
+    """Start time of a live process in clock ticks, as in `Word.SAVER_STARTED`; 0 if it is gone or a zombie."""
+    try:
+        raw = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    return 0 if fields[0] in {b"Z", b"X"} else int(fields[19])
+
+
 # -------------------------------------------------------------------------- control page
 
 
@@ -273,6 +289,7 @@ class Word(IntEnum):
     SAVE_NS = 14  # saver: duration of the last commit, staged to durable
     SAVE_BYTES = 15  # saver: size of the last commit
     ENDED = 16  # saver: `Ended`, after the end record is durable
+    SERVED_SAVE = 17  # saver: the REQUEST_SAVE that was answered last, by a commit or a failure
 
 
 class Slot(IntEnum):
@@ -291,6 +308,9 @@ class Slot(IntEnum):
     ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED
     ARENA_STEP = 11  # step of the bytes in it
     SAMPLES = 12  # samples consumed by all ranks together
+    IMAGE_BYTES = 13  # the arena begins with the bytes of the shard, this many
+    STATE_BYTES = 14  # and goes on with this many of JSON, the rank's part of `Manifest.state`
+    VOID_STEP = 15  # step of a save that this rank could not take part in
 
 
 class Decision(IntEnum):
@@ -327,9 +347,12 @@ class Arena(IntEnum):
 
 
 class Ended(IntEnum):
+    """How it ended. FAILED: the final save failed again and again; there is no end record."""
+
     NO = 0
     LEFT = 1
     DONE = 2
+    FAILED = 3
 
 
 MAX_RANKS: Final = 64
@@ -366,7 +389,7 @@ class ControlPage:
             os.posix_fallocate(fd, 0, PAGE_BYTES)
             page = cls(path, mmap.mmap(fd, PAGE_BYTES))
         except BaseException:
-            os.unlink(path)
+            Path(path).unlink()
             raise
         finally:
             os.close(fd)

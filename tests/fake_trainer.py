@@ -1,0 +1,123 @@
+"""
+A trainer without torch: it speaks the whole protocol as the library does, and starts in milliseconds.
+
+    python tests/fake_trainer.py --steps 100 --step-time 0.01 --bytes 200000 [--crash-at N] [--fail-before-attach]
+
+Under a supervisor it is told everything by the environment. Alone it is one rank, or with
+VRAMFARM_CONTROL, RANK and WORLD_SIZE one of several. What it saves is `content(rank, step)`, so
+anybody can tell what a checkpoint must hold.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from vramfarm import protocol
+from vramfarm.protocol import Ended, Env, Phase, Reason
+from vramfarm.seat import SaverProcess, Seat, create_page, log_path, open_page
+
+
+def content(rank, step, num_bytes):
+    """Bytes of the shard that rank `rank` saves at `step`: a safetensors file of one tensor."""
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({f"fake.{rank}": tensor}).encode()
+    header += b" " * (-len(header) % 8)
+    pattern = hashlib.sha256(f"{rank}:{step}".encode()).digest()
+    return len(header).to_bytes(8, "little") + header + (pattern * (num_bytes // 32 + 1))[:num_bytes]
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--step-time", type=float, default=0.01)
+    parser.add_argument("--bytes", type=int, default=200_000)
+    parser.add_argument(
+        "--crash-at", type=int, default=0, help="exit 13 after this step, in the first --crash-attempts attempts"
+    )
+    parser.add_argument("--crash-attempts", type=int, default=1)
+    parser.add_argument(
+        "--hang-at",
+        type=int,
+        default=0,
+        help="make no more steps after this one, in the first --crash-attempts attempts",
+    )
+    parser.add_argument("--fail-before-attach", action="store_true")
+    return parser.parse_args()
+
+
+def take_seat(env, rank, world_size):
+    page = open_page(env) or create_page(world_size)
+    defaults = {Env.CHECKPOINT_DIR: str(Path("checkpoints").absolute()), Env.SAVE_INTERVAL_S: "1800"}
+    env = defaults | env if Env.CONTROL in env else {Env.KEEP_LAST: "2"} | defaults | env
+    return Seat(page, rank, SaverProcess(page, env, log_path(env)) if rank == 0 else None)
+
+
+def resumed_step(env):
+    """Read the checkpoint named by the supervisor as the library would: manifest first, then what it names."""
+    folder = env.get(Env.RESUME, "none")
+    if folder == "none":
+        return 0
+    manifest = protocol.parse_manifest((Path(folder) / protocol.MANIFEST).read_bytes())
+    assert all((Path(folder) / s.path).stat().st_size == s.size_bytes for s in manifest.shards)
+    assert manifest.state["ranks"]["0"]["step"] == manifest.step
+    return manifest.step
+
+
+class Trainer:
+    def __init__(self, arguments, env):
+        self.arguments = arguments
+        self.rank = int(env.get("LOCAL_RANK", env.get("RANK", "0")))
+        self.world_size = int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")))
+        self.crashes = int(env.get(Env.ATTEMPT, "1")) <= arguments.crash_attempts
+        self.seat = take_seat(env, self.rank, self.world_size)
+        self.seat.enter(Phase.LOADING)
+        self.first = resumed_step(env)
+
+    def stage(self, step):
+        image = content(self.rank, step, self.arguments.bytes)
+        state = json.dumps({"step": step, "contents": ["fake"]}).encode()
+
+        def fill(memory):
+            memory[:] = image
+
+        return self.seat.stage(step, len(image), state, fill)
+
+    def train(self):
+        self.seat.start(self.first, max_steps=self.arguments.steps)
+        print(f"rank {self.rank}: training from step {self.first}", flush=True)
+        for step in range(self.first + 1, self.arguments.steps + 1):
+            time.sleep(self.arguments.step_time)
+            self.seat.report(loss=1 / step, lr=0.001)
+            reason = self.seat.finished(step, samples=step * self.world_size)
+            if reason is not None and self.stage(step) and reason is Reason.LEAVE and self.seat.leave(step):
+                print(f"rank {self.rank}: left at step {step}", flush=True)
+                return 0
+            self.misbehave(step)
+        ended = self.seat.finish(self.stage)
+        print(f"rank {self.rank}: {ended.name.lower()} at step {self.arguments.steps}", flush=True)
+        return 0 if ended is Ended.DONE else 1
+
+    def misbehave(self, step):
+        if self.crashes and step == self.arguments.crash_at:
+            print(f"rank {self.rank}: RuntimeError: crashed on purpose at step {step}", file=sys.stderr, flush=True)
+            os._exit(13)
+        while self.crashes and step == self.arguments.hang_at:
+            time.sleep(0.1)
+
+
+def main():
+    arguments = parse_arguments()
+    if arguments.fail_before_attach:
+        print("ImportError: failed on purpose before attaching", file=sys.stderr)
+        return 1
+    return Trainer(arguments, dict(os.environ)).train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

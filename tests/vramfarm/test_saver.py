@@ -1,0 +1,372 @@
+"""The saver, the agreement and the ranks' side of it, with real processes and no torch."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from vramfarm import folder, protocol
+from vramfarm.protocol import Arena, ControlPage, Decision, Env, Phase, Slot, Word
+
+TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
+sys.path.insert(0, str(TRAINER.parent))
+from fake_trainer import content  # noqa: E402  # the path is set above
+
+BYTES = 100_000
+
+
+class Attempt:
+    """A supervisor's part of one attempt: the page, the environment, and an eye on every process."""
+
+    def __init__(self, folder, number=1, *, world_size=2, interval_s=0.1, resume="none", **more):
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.world_size = world_size
+        self.end_file = folder / f"end-{number}.json"
+        self.page = ControlPage.create(folder / f"page-{number}", num_ranks=world_size)
+        self.id = os.urandom(8).hex()
+        self.env = os.environ | {
+            Env.CONTROL: str(self.page.path),
+            Env.CHECKPOINT_DIR: str(self.checkpoints),
+            Env.SAVE_INTERVAL_S: str(interval_s),
+            Env.LINEAGE: "0",
+            Env.ATTEMPT: str(number),
+            Env.ATTEMPT_ID: self.id,
+            Env.RESUME: str(resume),
+            Env.END_FILE: str(self.end_file),
+            **more,
+        }
+        self.ranks = []
+
+    def start(self, *arguments):
+        for rank in range(self.world_size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+            argv = (sys.executable, str(TRAINER), "--bytes", str(BYTES), *arguments)
+            with (self.folder / f"rank-{rank}.log").open("ab") as log:
+                self.ranks.append(subprocess.Popen(argv, env=self.env | place, stdout=log, stderr=log))
+        return self
+
+    def wait(self, timeout_s=20):
+        codes = [rank.wait(timeout_s) for rank in self.ranks]
+        until(lambda: not self.saver_lives(), timeout_s)
+        return codes
+
+    def saver_lives(self):
+        pid = self.page[Word.SAVER_PID]
+        return pid != 0 and protocol.process_started(pid) == self.page[Word.SAVER_STARTED]
+
+    def kill(self):
+        for rank in self.ranks:
+            rank.kill()
+
+    def end(self):
+        return protocol.parse_end(self.end_file.read_bytes())
+
+    def steps(self):
+        return [s.manifest.step for s in folder.committed(self.checkpoints)]
+
+
+def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.005)
+
+
+def wrong(checkpoints):
+    """Whatever is wrong with what is committed: broken folders, bytes that differ from what was staged."""
+    found = folder.broken(checkpoints)
+    for stored in folder.committed(checkpoints):
+        found += [f"{stored.path.name}/{s.path}" for s in stored.manifest.shards if not is_as_staged(stored, s)]
+    return found
+
+
+def is_as_staged(stored, shard):
+    raw = (stored.path / shard.path).read_bytes()
+    rank = int(shard.path.split("-")[1])
+    chunks = [raw[i : i + protocol.CHUNK_BYTES] for i in range(0, len(raw), protocol.CHUNK_BYTES)]
+    return content(rank, stored.manifest.step, BYTES) == raw and [zlib.crc32(c) for c in chunks] == list(
+        shard.checksums
+    )
+
+
+def test_training_is_saved_by_the_clock_and_at_its_end(tmp_path):
+    """
+    All ranks save at the same steps, the last step is saved, and `done` is recorded.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "60")
+
+    codes = attempt.wait()
+
+    assert [0, 0] == codes
+    assert ("done", 60) == (attempt.end().kind, attempt.end().step)
+    assert 60 == attempt.steps()[0]
+    assert len(attempt.steps()) > 2
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_a_request_to_leave_saves_and_ends_all_ranks(tmp_path):
+    """
+    Ranks that are asked to leave save at one step, the end is recorded as `left`, and all exit 0.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
+    until(lambda: attempt.page.get(1, Slot.STEP) > 3)
+
+    attempt.page[Word.REQUEST_LEAVE] = 1
+    codes = attempt.wait()
+
+    assert [0, 0] == codes
+    assert ["left", attempt.steps()] == [attempt.end().kind, [attempt.end().step]]
+    assert [Phase.LEFT, Phase.LEFT] == [attempt.page.get(r, Slot.PHASE) for r in range(2)]
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_leaving_at_the_end_is_being_done(tmp_path):
+    """
+    A request to leave that comes when training is over does not make it look unfinished.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000)
+    attempt.page[Word.REQUEST_LEAVE] = 1
+    attempt.start("--steps", "2")
+
+    codes = attempt.wait()
+
+    assert [0, 0] == codes
+    assert ("done", 2) == (attempt.end().kind, attempt.end().step)
+
+
+def test_a_request_to_save_is_answered_while_training_goes_on(tmp_path):
+    """
+    One save for one request, and the answer is on the page.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
+
+    attempt.page[Word.REQUEST_SAVE] = 7
+    until(lambda: attempt.page[Word.SERVED_SAVE] == 7)
+    step = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > step + 5)
+    attempt.kill()
+    attempt.wait()
+
+    assert 1 == len(attempt.steps())
+    assert ["asked"] == [s.manifest.reason for s in folder.committed(attempt.checkpoints)]
+
+
+def test_resuming_at_the_end_saves_nothing_more(tmp_path):
+    """
+    The checkpoint resumed from is the final one: no second copy is written.
+    """
+    first = Attempt(tmp_path, interval_s=1000).start("--steps", "5")
+    first.wait()
+    resume = folder.committed(first.checkpoints)[0].path
+
+    second = Attempt(tmp_path, 2, resume=resume).start("--steps", "5")
+    second.wait()
+
+    assert [5] == second.steps()
+    assert ("done", 5) == (second.end().kind, second.end().step)
+
+
+def test_state_staged_by_all_ranks_commits_after_their_death(tmp_path):
+    """
+    Ranks killed right after staging lose nothing: the saver holds their memory.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
+    saver = attempt.page[Word.SAVER_PID]
+    attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: attempt.page[Word.DECISION] == Decision.COMMITTED)
+    until(lambda: attempt.page.get(0, Slot.ARENA_STATE) >= Arena.MAPPED)
+    os.kill(saver, signal.SIGSTOP)  # so that nothing is written before the ranks are dead
+    until(lambda: all(attempt.page.get(r, Slot.ARENA_STATE) in {Arena.READY} for r in range(2)))
+
+    attempt.kill()
+    [rank.wait() for rank in attempt.ranks]
+    os.kill(saver, signal.SIGCONT)
+    attempt.wait()
+
+    assert 1 == len(attempt.steps())
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_a_save_is_void_when_a_rank_dies_before_it_staged(tmp_path):
+    """
+    Half a state is no checkpoint, and nothing of it stays on the disk.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000, world_size=2).start("--steps", "100000")
+    until(lambda: min(attempt.page.get(r, Slot.STEP) for r in range(2)) > 3)
+    os.kill(attempt.ranks[1].pid, signal.SIGSTOP)
+    attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: attempt.page.get(0, Slot.ARENA_STATE) == Arena.READY)
+
+    attempt.kill()
+    attempt.wait()
+
+    assert [] == attempt.steps()
+    assert 1 == attempt.page[Word.NUM_FAILED]
+    assert [protocol.SAVER_LOCK] == os.listdir(attempt.checkpoints)
+
+
+def test_a_saver_that_is_killed_is_started_again(tmp_path):
+    """
+    Its successor goes on with the cadence; training never stops.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "100000")
+    until(lambda: attempt.page[Word.NUM_COMMITTED] > 0)
+    first = attempt.page[Word.SAVER_PID]
+
+    os.kill(first, signal.SIGKILL)
+    before = attempt.page[Word.NUM_COMMITTED]
+    until(lambda: attempt.page[Word.NUM_COMMITTED] > before)
+
+    assert first != attempt.page[Word.SAVER_PID]
+    attempt.page[Word.REQUEST_LEAVE] = 1
+    assert [0, 0] == attempt.wait()
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_the_saver_ignores_polite_signals(tmp_path):
+    """
+    A preemption sends SIGTERM to everything; the saver must outlive it.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
+    saver = attempt.page[Word.SAVER_PID]
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(saver, number)
+    attempt.page[Word.REQUEST_LEAVE] = 1
+    attempt.wait()
+
+    assert saver == attempt.page[Word.SAVER_PID]
+    assert "left" == attempt.end().kind
+
+
+def test_a_full_disk_stops_saving_and_not_training(tmp_path):
+    """
+    A write that fails half way leaves nothing, is told, and the next save tries again.
+    """
+    attempt = Attempt(tmp_path, interval_s=0.2).start("--steps", "100000")
+    until(lambda: attempt.page[Word.NUM_COMMITTED] > 0)
+    resource.prlimit(attempt.page[Word.SAVER_PID], resource.RLIMIT_FSIZE, (BYTES // 2, -1))  # EFBIG, as ENOSPC would
+    until(lambda: attempt.page[Word.NUM_FAILED] > 0)
+
+    error, step = attempt.page.error(), attempt.page.get(0, Slot.STEP)
+    committed = set(attempt.steps())
+    assert [] == [name for name in os.listdir(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
+    resource.prlimit(attempt.page[Word.SAVER_PID], resource.RLIMIT_FSIZE, (-1, -1))
+    until(lambda: set(attempt.steps()) - committed)
+
+    assert "File too large" in error
+    assert attempt.page.get(0, Slot.STEP) > step
+    attempt.kill()
+    attempt.wait()
+
+
+def test_without_a_supervisor_the_newest_stay(tmp_path):
+    """
+    Alone, the saver removes the old ones itself, and takes its page away at the end.
+    """
+    env = os.environ | {Env.SAVE_INTERVAL_S: "0.1", Env.KEEP_LAST: "2"}
+    argv = (sys.executable, str(TRAINER), "--steps", "60", "--bytes", str(BYTES))
+    trainer = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    pages = Path("/dev/shm")
+
+    assert 0 == trainer.wait(20)
+    until(lambda: not list(pages.glob(f"vramfarm-{trainer.pid}-*")))
+    steps = [s.manifest.step for s in folder.committed(tmp_path / "checkpoints")]
+    assert (60, 2) == (steps[0], len(steps))
+    assert [] == wrong(tmp_path / "checkpoints")
+
+
+def test_one_writer_to_a_folder(tmp_path):
+    """
+    A second attempt's saver waits until the first one's is gone.
+    """
+    first = Attempt(tmp_path, 1, interval_s=1000).start("--steps", "100000")
+    until(lambda: first.page.get(0, Slot.STEP) > 3)
+    second = Attempt(tmp_path, 2, interval_s=0.05).start("--steps", "100000")
+    until(lambda: second.page.get(0, Slot.STEP) > 30)
+
+    assert 0 == second.page[Word.NUM_COMMITTED]
+    first.kill()
+    first.wait()
+    until(lambda: second.page[Word.NUM_COMMITTED] > 0)
+    second.kill()
+    second.wait()
+
+
+@pytest.mark.storm
+def test_kills_at_random_moments_lose_no_committed_checkpoint(tmp_path):
+    """
+    Ranks and savers killed at any moment: what is committed is whole and equals what was staged,
+    the newest never gets older, and the run still comes to its end.
+
+    VRAMFARM_STORM_ROUNDS makes it longer.
+    """
+    seed = int(os.environ.get("VRAMFARM_STORM_SEED", time.time_ns() % 2**32))
+    print(f"VRAMFARM_STORM_SEED={seed}")
+    dice = random.Random(seed)
+    newest = 0
+    for number in range(1, int(os.environ.get("VRAMFARM_STORM_ROUNDS", "25")) + 1):
+        best = folder.committed(tmp_path / "checkpoints")
+        attempt = Attempt(tmp_path, number, interval_s=0.03, resume=best[0].path if best else "none")
+        attempt.start("--steps", "1000000", "--step-time", "0.002")
+        wreak(attempt, dice)
+        attempt.wait()
+        assert [] == wrong(attempt.checkpoints)
+        assert newest <= max(attempt.steps(), default=0)
+        newest = max(attempt.steps(), default=0)
+        folder.discard_leftovers(attempt.checkpoints)
+        folder.prune(attempt.checkpoints, 3)
+        attempt.page.path.unlink()
+    assert newest > 0
+    last = Attempt(tmp_path, 10**6, resume=folder.committed(tmp_path / "checkpoints")[0].path)
+    assert [0, 0] == last.start("--steps", str(newest + 5)).wait()
+    assert newest + 5 == last.steps()[0]
+
+
+def wreak(attempt, dice):
+    """Let it run for a moment, kill something, perhaps let it live on, kill the ranks."""
+    time.sleep(0.05 + dice.random() * 0.4)
+    saver = attempt.page[Word.SAVER_PID]
+    if dice.random() < 0.4 and saver:
+        os.kill(saver, signal.SIGKILL)
+        time.sleep(dice.choice([0, 0.01, 1.2]))
+    if dice.random() < 0.3:
+        attempt.page[Word.REQUEST_LEAVE] = 1
+    first = dice.choice(attempt.ranks)
+    first.kill()
+    time.sleep(dice.random() * 0.02)
+    attempt.kill()
+
+
+def test_what_is_committed_names_its_contents(tmp_path):
+    """
+    The manifest says who wrote it and carries the ranks' JSON untouched.
+    """
+    attempt = Attempt(tmp_path, 3, interval_s=1000, **{Env.JOB: "llama"}).start("--steps", "4")
+    attempt.wait()
+
+    manifest = folder.committed(attempt.checkpoints)[0].manifest
+
+    assert ("llama", 0, 4, 3, 2) == (
+        manifest.job,
+        manifest.lineage,
+        manifest.step,
+        manifest.attempt,
+        manifest.world_size,
+    )
+    assert ("final", ("fake",), "crc32") == (manifest.reason, manifest.contents, manifest.algorithm)
+    assert {"0": {"step": 4}, "1": {"step": 4}} == {
+        rank: {"step": json.loads(json.dumps(state))["step"]} for rank, state in manifest.state["ranks"].items()
+    }

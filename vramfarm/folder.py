@@ -1,0 +1,134 @@
+"""
+A folder of checkpoints: what is committed, and how one gets in and out.
+
+Standard library and protocol only. The rule: a folder named like a checkpoint is complete,
+durably, or it is not there. Whatever a crash leaves has one of the prefixes of `protocol`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vramfarm import protocol
+from vramfarm.protocol import Manifest
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A committed checkpoint and where it is: every shard it names has the size it says."""
+
+    path: Path
+    manifest: Manifest
+
+
+def committed(directory: Path) -> list[Stored]:
+    """Return the committed checkpoints, the newest first."""
+    found = [read(path) for path in _named(directory)]
+    return sorted((s for s in found if isinstance(s, Stored)), key=lambda s: s.manifest.ref, reverse=True)
+
+
+def broken(directory: Path) -> list[str]:
+    """Say what looks like a checkpoint and cannot be used, each with its reason."""
+    found = [read(path) for path in _named(directory)]
+    aside = [f"{p.name}: set aside" for p in _children(directory) if p.name.startswith(protocol.DAMAGED)]
+    return [reason for reason in found if isinstance(reason, str)] + aside
+
+
+def read(path: Path) -> Stored | str:
+    """Return the checkpoint in a folder, or why it is none. Sizes are compared, checksums are not."""
+    try:
+        manifest = protocol.parse_manifest((path / protocol.MANIFEST).read_bytes())
+        if manifest.ref.name != path.name:
+            return f"{path.name}: its manifest is that of {manifest.ref.name}"
+        for shard in manifest.shards:
+            size = (path / shard.path).stat().st_size
+            if size != shard.size_bytes:
+                return f"{path.name}: {shard.path}: expected {shard.size_bytes} bytes, got {size}"
+    except (OSError, protocol.ProtocolError) as error:
+        return f"{path.name}: {error}"
+    return Stored(path, manifest)
+
+
+def _named(directory: Path) -> Iterator[Path]:
+    for path in _children(directory):
+        try:
+            protocol.parse_name(path.name)
+        except protocol.ProtocolError:
+            continue
+        yield path
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def commit(temporary: Path, manifest: Manifest) -> Path:
+    """Make the shards in `temporary` a checkpoint: all of it is durable, or nothing is there."""
+    write_durably(temporary / protocol.MANIFEST, protocol.dump_manifest(manifest))
+    final = temporary.with_name(manifest.ref.name)
+    temporary.rename(final)  # the commit
+    sync_folder(final.parent)
+    return final
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. Out of sight durably before the first byte goes, so it never looks complete."""
+    hidden = path.with_name(protocol.REMOVED + path.name)
+    path.rename(hidden)
+    sync_folder(path.parent)
+    discard(hidden)
+
+
+def set_aside(path: Path) -> None:
+    """Keep a damaged checkpoint for a human, under a name that nobody resumes from."""
+    path.rename(path.with_name(protocol.DAMAGED + path.name))
+    sync_folder(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder that is no checkpoint. What cannot be removed stays, harmlessly."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def discard_leftovers(directory: Path, prefix: str = protocol.TEMPORARY) -> None:
+    for path in _children(directory):
+        if path.name.startswith((prefix, protocol.REMOVED)):
+            discard(path)
+
+
+def prune(directory: Path, keep_last: int) -> None:
+    """Keep the newest `keep_last`."""
+    for stored in committed(directory)[keep_last:]:
+        remove(stored.path)
+
+
+def has_room(directory: Path, size_bytes: int) -> bool:
+    """Whether one more checkpoint of this size fits, with a twentieth to spare."""
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize >= size_bytes + size_bytes // 20
+
+
+def write_durably(path: Path, raw: bytes) -> None:
+    """Write a file so that after a power loss it is there whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

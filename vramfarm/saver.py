@@ -1,0 +1,466 @@
+"""
+The saver: the one process that decides when to save, and the one that commits a checkpoint.
+
+Run as `python -I /…/vramfarm/saver.py`, in a session of its own. Standard library and protocol
+only. It holds the memory that the ranks stage into, so a save that all of them staged is
+committed even if all of them are killed. It stays until they are gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120  # a link stays a link
+
+from vramfarm import agreement, folder, protocol
+from vramfarm.agreement import Fate, Rank, Wishes
+from vramfarm.protocol import Arena, ControlPage, Decision, Ended, EndRecord, Env, Phase, Reason, Slot, Word
+
+ALGORITHM: Final = "crc32"
+FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
+RETRY_S: Final = 2.0
+RETRY_INTERVAL_S: Final = 60.0
+FINAL_TRIES: Final = 3
+_IDLE_S: Final = 0.02
+_BUSY_S: Final = 0.002
+_LOOK_S: Final = 0.1  # between two looks at whether the ranks live
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the saver is told, once, by its environment."""
+
+    control: Path
+    directory: Path
+    interval_s: float
+    job: str
+    lineage: int
+    attempt: int
+    resumed_step: int
+    end_file: Path | None
+    keep_last: int | None
+
+    @classmethod
+    def parse(cls, env: Mapping[str, str]) -> Orders:
+        resume = env.get(Env.RESUME, "none")
+        end_file, keep_last = env.get(Env.END_FILE), env.get(Env.KEEP_LAST)
+        return cls(
+            control=Path(env[Env.CONTROL]),
+            directory=Path(env[Env.CHECKPOINT_DIR]),
+            interval_s=float(env.get(Env.SAVE_INTERVAL_S, "1800")),
+            job=env.get(Env.JOB) or "job",
+            lineage=int(env.get(Env.LINEAGE, "0")),
+            attempt=int(env.get(Env.ATTEMPT, "1")),
+            resumed_step=0 if resume == "none" else protocol.parse_name(Path(resume).name)[0],
+            end_file=Path(end_file) if end_file else None,
+            keep_last=int(keep_last) if keep_last else None,
+        )
+
+
+@dataclass
+class Staging:
+    """The saver's own hold on a rank's arena: it outlives the rank."""
+
+    owner: tuple[int, int]
+    memory: memoryview
+
+
+@dataclass
+class Save:
+    """A save on its way, from the proposal on."""
+
+    step: int
+    reason: Reason
+    serves: int  # the REQUEST_SAVE it answers
+    started: float = field(default_factory=time.monotonic)
+
+
+class SaveError(Exception):
+    """A save did not happen; the text is for a human. Training goes on."""
+
+
+class Saver:
+    def __init__(self, orders: Orders, page: ControlPage) -> None:
+        self._orders = orders
+        self._page = page
+        self._stagings: dict[int, Staging] = {}
+        self._save: Save | None = None
+        self._lock: int | None = None
+        self._due_at: float | None = None  # None: no step yet
+        self._not_before = 0.0
+        self._final_failures = 0
+        self._alive: dict[int, bool] = {}
+        self._looked_at = 0.0
+        self._pool = ThreadPoolExecutor(max_workers=min(8, page.num_ranks))
+
+    def run(self) -> None:
+        """Serve until the ranks are gone and nothing is left to commit."""
+        self._page[Word.SAVER_STARTED] = protocol.process_started(os.getpid())
+        self._page[Word.SAVER_PID] = os.getpid()
+        self._beat()
+        while not self._has_lock() and not self._is_over():
+            self._pause(_IDLE_S)
+        if self._lock is not None:
+            self._recover()
+        while not self._is_over():
+            self._turn()
+            self._pause(_BUSY_S if self._save else _IDLE_S)
+
+    # ---------------------------------------------------------------- a turn
+
+    def _turn(self) -> None:
+        ranks = self._look()
+        if self._save is None:
+            self._consider(ranks)
+            return
+        final = self._save.reason is Reason.FINAL
+        match agreement.decide_fate(self._save.step, ranks, final=final):
+            case Fate.WRITE:
+                self._finish(self._save)
+            case Fate.VOID:
+                self._fail("a rank ended, or could not take part, before its state was staged")
+            case Fate.WAIT:
+                pass
+
+    def _consider(self, ranks: Sequence[Rank]) -> None:
+        now = time.monotonic()
+        if self._due_at is None and all(r.step > self._orders.resumed_step for r in ranks):
+            self._due_at = now + min(self._orders.interval_s, FIRST_SAVE_S)
+        if now < self._not_before or self._page[Word.ENDED]:
+            return
+        requests = self._page[Word.REQUEST_SAVE]
+        wishes = Wishes(
+            leave=bool(self._page[Word.REQUEST_LEAVE]),
+            asked=requests != self._page[Word.SERVED_SAVE],
+            due=self._due_at is not None and now >= self._due_at,
+        )
+        reason = agreement.decide_reason(ranks, wishes)
+        if reason is None:
+            return
+        step = max(r.step for r in ranks)
+        if reason is Reason.FINAL and step in {0, self._orders.resumed_step, self._page[Word.COMMITTED_STEP]}:
+            self._conclude(EndRecord("done", step))
+        elif not self._has_room():
+            self._save = Save(step, reason, requests)
+            self._fail("not enough free space for one more checkpoint")
+        else:
+            self._begin(reason, ranks, requests)
+
+    def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
+        """Propose, look again, agree. In a final save all ranks already wait, so there is nothing to propose."""
+        page, final = self._page, reason is Reason.FINAL
+        step = max(r.step for r in ranks) if final else agreement.propose_step(ranks)
+        if reason is Reason.LEAVE and step == page.get(0, Slot.MAX_STEPS):
+            reason = Reason.ASKED  # it is done by then, and done counts for more than left
+        page[Word.DECISION] = Decision.PROPOSED  # before the step: no rank may see it with an old decision
+        page[Word.REASON] = reason
+        page[Word.PROPOSED_STEP] = step
+        time.sleep(_BUSY_S)  # every store of a rank that did not see the proposal is visible now
+        if not final and not agreement.is_agreed(step, self._look()):
+            page[Word.DECISION] = Decision.ABORTED
+            return
+        page[Word.SAVING_STEP] = step
+        page[Word.DECISION] = Decision.COMMITTED
+        self._save = Save(step, reason, requests)
+
+    # ------------------------------------------------------- outcome of a save
+
+    def _finish(self, save: Save) -> None:
+        """All ranks staged it. From here on only this process is needed."""
+        started = time.monotonic_ns()
+        try:
+            manifest = self._write(save)
+        except (OSError, SaveError, ValueError) as error:
+            self._fail(str(error))
+            return
+        page = self._page
+        page[Word.SAVE_NS] = time.monotonic_ns() - started
+        page[Word.SAVE_BYTES] = manifest.size_bytes
+        page[Word.COMMITTED_STEP] = save.step
+        page[Word.NUM_COMMITTED] += 1
+        say(
+            f"commit step={save.step} shards={len(manifest.shards)} bytes={manifest.size_bytes} {save.reason.name.lower()}"
+        )
+        self._due_at = save.started + self._orders.interval_s
+        if save.reason is Reason.LEAVE and not self._conclude(EndRecord("left", save.step)):
+            return
+        if save.reason is Reason.FINAL and not self._conclude(EndRecord("done", save.step)):
+            return
+        self._settle(Decision.NONE)
+        self._rotate()
+
+    def _conclude(self, record: EndRecord) -> bool:
+        """Record durably how training ended, then let the ranks go."""
+        try:
+            if self._orders.end_file is not None:
+                folder.write_durably(self._orders.end_file, record.dump())
+        except OSError as error:
+            self._fail(f"end record: {error}")
+            return False
+        self._page[Word.ENDED] = Ended.DONE if record.kind == "done" else Ended.LEFT
+        return True
+
+    def _fail(self, why: str) -> None:
+        now, save = time.monotonic(), self._save
+        text = f"save of step {save.step} failed: {why}" if save else why
+        say(text)
+        self._page.set_error(text)
+        self._page[Word.NUM_FAILED] += 1
+        self._not_before = now + RETRY_S
+        self._due_at = now + min(self._orders.interval_s, RETRY_INTERVAL_S)
+        if save is None or save.reason is Reason.FINAL:
+            self._final_failures += 1
+        if self._final_failures >= FINAL_TRIES:
+            self._page[Word.ENDED] = Ended.FAILED
+        self._settle(Decision.ABORTED)
+
+    def _settle(self, decision: Decision) -> None:
+        """The arenas may be filled again. The decision last: ranks go on when they see it."""
+        if self._save is not None:
+            self._page[Word.SERVED_SAVE] = self._save.serves
+        self._save = None
+        for rank in self._stagings:
+            if self._page.get(rank, Slot.ARENA_STATE) == Arena.READY:
+                self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
+        self._page[Word.SAVING_STEP] = 0
+        self._page[Word.DECISION] = decision
+
+    def _rotate(self) -> None:
+        """Without a supervisor nobody else does."""
+        if self._orders.keep_last is None:
+            return
+        try:
+            folder.prune(self._orders.directory, self._orders.keep_last)
+        except OSError as error:
+            self._page.set_error(f"old checkpoints could not be removed: {error}")
+
+    # --------------------------------------------------------------- writing
+
+    def _write(self, save: Save) -> protocol.Manifest:
+        """Write one checkpoint and commit it, or leave nothing and raise."""
+        again = self._committed_before(save.step)
+        if again is not None:
+            return again
+        shards = [self._shard(rank) for rank in range(self._page.num_ranks)]
+        identity = os.urandom(4).hex()
+        temporary = self._orders.directory / f"{protocol.TEMPORARY}{save.step:08d}-{identity}"
+        try:
+            if not folder.has_room(self._orders.directory, sum(len(image) for image, _ in shards)):
+                raise SaveError("not enough free space for one more checkpoint")  # noqa: TRY301  # cleaned up below
+            temporary.mkdir()
+            written = self._write_shards(temporary, [image for image, _ in shards])
+            manifest = self._manifest(save, identity, written, [state for _, state in shards])
+            folder.commit(temporary, manifest)
+        except BaseException:
+            folder.discard(temporary)
+            raise
+        return manifest
+
+    def _committed_before(self, step: int) -> protocol.Manifest | None:
+        """A saver that was killed just after its commit has a successor that finds the save pending."""
+        ours = (self._orders.lineage, step, self._orders.attempt)
+        for stored in folder.committed(self._orders.directory):
+            if (stored.manifest.lineage, stored.manifest.step, stored.manifest.attempt) == ours:
+                return stored.manifest
+        return None
+
+    def _shard(self, rank: int) -> tuple[memoryview, dict[str, Any]]:
+        """Return the image and the JSON that a rank staged."""
+        size, length = self._page.get(rank, Slot.IMAGE_BYTES), self._page.get(rank, Slot.STATE_BYTES)
+        memory = self._stagings[rank].memory
+        if size + length > len(memory):
+            raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(memory)}")
+        return memory[:size], json.loads(bytes(memory[size : size + length]))
+
+    def _write_shards(self, temporary: Path, images: Sequence[memoryview]) -> tuple[protocol.Shard, ...]:
+        names = [protocol.shard_name(rank, len(images)) for rank in range(len(images))]
+        jobs: list[Future[protocol.Shard]] = [
+            self._pool.submit(write_shard, temporary / name, image) for name, image in zip(names, images, strict=True)
+        ]
+        while not all(job.done() for job in jobs):
+            self._pause(_BUSY_S)
+        return tuple(job.result() for job in jobs)
+
+    def _manifest(
+        self, save: Save, identity: str, shards: tuple[protocol.Shard, ...], states: Sequence[dict[str, Any]]
+    ) -> protocol.Manifest:
+        return protocol.Manifest(
+            job=self._orders.job,
+            lineage=self._orders.lineage,
+            step=save.step,
+            id=identity,
+            attempt=self._orders.attempt,
+            world_size=len(shards),
+            written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            algorithm=ALGORITHM,
+            shards=shards,
+            contents=tuple(states[0].get("contents", ())),
+            reason=save.reason.name.lower(),
+            state={"ranks": {str(rank): state for rank, state in enumerate(states)}},
+        )
+
+    # ------------------------------------------------------------- the ranks
+
+    def _look(self) -> list[Rank]:
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_S:
+            self._alive, self._looked_at = {}, now
+        ranks = [self._look_at(rank) for rank in range(self._page.num_ranks)]
+        for number, rank in enumerate(ranks):
+            if rank.arena is Arena.NONE:
+                self._stagings.pop(number, None)
+            elif rank.alive:
+                self._map(number)
+        return ranks
+
+    def _look_at(self, rank: int) -> Rank:
+        get = self._page.get
+        pid, arena = get(rank, Slot.PID), Arena(get(rank, Slot.ARENA_STATE))
+        if rank not in self._alive:
+            self._alive[rank] = pid != 0 and protocol.process_started(pid) == get(rank, Slot.STARTED)
+        return Rank(
+            attached=pid != 0,
+            alive=self._alive[rank],
+            step=get(rank, Slot.STEP),
+            phase=Phase(get(rank, Slot.PHASE)),
+            arena=arena if arena is not Arena.READY or rank in self._stagings else Arena.FILLING,
+            arena_step=get(rank, Slot.ARENA_STEP),
+            void_step=get(rank, Slot.VOID_STEP),
+        )
+
+    def _map(self, rank: int) -> None:
+        """Get hold of a rank's arena. An announcement always means a new one."""
+        get = self._page.get
+        owner = (get(rank, Slot.PID), get(rank, Slot.STARTED))
+        announced = get(rank, Slot.ARENA_STATE) == Arena.ANNOUNCED
+        known = self._stagings.get(rank)
+        if known is not None and known.owner == owner and not announced:
+            return
+        try:
+            memory = map_arena(owner[0], get(rank, Slot.ARENA_FD), get(rank, Slot.ARENA_BYTES))
+        except (OSError, ValueError) as error:  # the rank went away, or waits until it gives this save up
+            self._page.set_error(f"rank {rank}: its staging memory cannot be mapped: {error}")
+            return
+        self._stagings[rank] = Staging(owner, memory)
+        if announced:
+            self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
+
+    def _has_room(self) -> bool:
+        """Known before the ranks are asked to stage, once the size is known."""
+        size = sum(self._page.get(rank, Slot.IMAGE_BYTES) for rank in range(self._page.num_ranks))
+        try:
+            return folder.has_room(self._orders.directory, size)
+        except OSError:
+            return True  # writing will say what is wrong
+
+    # --------------------------------------------------------------- its life
+
+    def _has_lock(self) -> bool:
+        """One writer. An earlier attempt's saver may still be committing."""
+        try:
+            self._orders.directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._orders.directory / protocol.SAVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._page.set_error(f"{self._orders.directory}: {error}")
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        except OSError as error:
+            say(f"no lock on this filesystem, going on without: {error}")
+        self._lock = fd
+        return True
+
+    def _recover(self) -> None:
+        """Take over what a saver that died left on the page."""
+        page, step = self._page, self._page[Word.PROPOSED_STEP]
+        if self._orders.keep_last is not None:
+            folder.discard_leftovers(self._orders.directory)
+        self._look()
+        if page[Word.DECISION] == Decision.COMMITTED:
+            folder.discard_leftovers(self._orders.directory, f"{protocol.TEMPORARY}{step:08d}-")
+            self._save = Save(step, Reason(page[Word.REASON]), page[Word.REQUEST_SAVE])
+            return
+        if page[Word.DECISION] == Decision.PROPOSED:
+            page[Word.DECISION] = Decision.ABORTED
+        self._settle(Decision(page[Word.DECISION]))
+
+    def _is_over(self) -> bool:
+        ranks = self._look()
+        gone = any(r.attached for r in ranks) and not any(r.attached and r.alive for r in ranks)
+        if not gone or (self._save is None):
+            return gone
+        return self._lock is None  # a save is pending: the next turn writes it, or finds it void
+
+    def _pause(self, seconds: float) -> None:
+        self._beat()
+        time.sleep(seconds)
+
+    def _beat(self) -> None:
+        self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
+
+
+def write_shard(path: Path, image: memoryview) -> protocol.Shard:
+    """Write one file durably; checksums are of the bytes as they were handed to the disk."""
+    checksums = []
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for start in range(0, len(image), protocol.CHUNK_BYTES):
+            chunk = image[start : start + protocol.CHUNK_BYTES]
+            checksums.append(zlib.crc32(chunk))
+            _write_all(fd, chunk)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return protocol.Shard(path.name, len(image), tuple(checksums))
+
+
+def _write_all(fd: int, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[os.write(fd, chunk) :]
+
+
+def map_arena(pid: int, fd: int, size: int) -> memoryview:
+    """Map a rank's staging memory; it stays when the rank is gone."""
+    mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(mine, size))
+    finally:
+        os.close(mine)
+
+
+def say(text: str) -> None:
+    print(f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}", file=sys.stderr, flush=True)  # noqa: T201  # its log
+
+
+def main(env: Mapping[str, str] = os.environ) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    orders = Orders.parse(env)
+    page = ControlPage.open(orders.control)
+    if protocol.process_started(page[Word.SAVER_PID]) == page[Word.SAVER_STARTED] != 0:
+        say("another saver serves this attempt")
+        return
+    Saver(orders, page).run()
+    if orders.keep_last is not None:  # no supervisor: nobody else removes the page
+        orders.control.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""
+A rank's place on the control page: what it says there, and how it takes part in a save.
+
+Standard library and protocol only. The rule: nothing here waits for another rank, and every
+wait ends: with the saver's word, or when there is no saver for `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from vramfarm import protocol
+from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+
+PATIENCE_S: Final = 60.0  # without a beat of the saver
+AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
+_POLL_S: Final = 0.001
+_TEND_NS: Final = 1_000_000_000
+_SLOW_NS: Final = 60_000_000_000
+
+
+class SaverProcess:
+    """The saver of this machine, started by local rank 0 and started again when it is found dead."""
+
+    def __init__(self, page: ControlPage, env: Mapping[str, str], log: Path) -> None:
+        self._page = page
+        self._env = dict(env) | {Env.CONTROL: str(page.path), Env.ROLE: "saver"}
+        self._log = log
+        self._child: subprocess.Popen[bytes] | None = None
+        self._next_ns = 0
+        self._wait_ns = _TEND_NS
+
+    def tend(self) -> None:
+        """Look after the saver, about once a second. Its deaths in a row are answered ever more slowly."""
+        now = time.monotonic_ns()
+        if now < self._next_ns:
+            return
+        self._next_ns = now + _TEND_NS
+        if self._is_alive():
+            self._wait_ns = _TEND_NS
+            return
+        self._start()
+        self._next_ns, self._wait_ns = now + self._wait_ns, min(2 * self._wait_ns, _SLOW_NS)
+
+    def _is_alive(self) -> bool:
+        if self._child is not None and self._child.poll() is None:
+            return True
+        pid = self._page[Word.SAVER_PID]
+        return pid != 0 and protocol.process_started(pid) == self._page[Word.SAVER_STARTED]
+
+    def _start(self) -> None:
+        script = Path(__file__).absolute().with_name("saver.py")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(
+                (self._env.get(Env.SAVER_PYTHON) or sys.executable, "-I", str(script)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+
+
+class StagingMemory:
+    """
+    One memory file: the image of the rank's shard, then its JSON. The saver maps it before it is filled.
+
+    It is reserved when it is made, so that filling cannot fail.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fd = os.memfd_create("vramfarm-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+            self.memory = memoryview(mmap.mmap(self.fd, size))
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        os.close(self.fd)  # the mapping goes with the last view of it
+
+
+class Seat:
+    """One rank on the page. `saver` is given to local rank 0, which starts it."""
+
+    def __init__(self, page: ControlPage, rank: int, saver: SaverProcess | None = None) -> None:
+        self.page = page
+        self.rank = rank
+        self._saver = saver
+        self._arena: StagingMemory | None = None
+        self._take()
+        self.tend()
+
+    def _take(self) -> None:
+        """The process id last: whoever sees it finds nothing of an earlier process in the slot."""
+        self._put(Slot.PID, 0)
+        for slot in Slot:
+            self._put(slot, 0)
+        self._put(Slot.STARTED, protocol.process_started(os.getpid()))
+        self._put(Slot.BEAT_NS, time.monotonic_ns())
+        self._put(Slot.PID, os.getpid())
+
+    def _put(self, slot: Slot, value: int) -> None:
+        self.page.put(self.rank, slot, value)
+
+    def _get(self, slot: Slot) -> int:
+        return self.page.get(self.rank, slot)
+
+    def tend(self) -> None:
+        if self._saver is not None:
+            self._saver.tend()
+
+    # -------------------------------------------------------------------- saying
+
+    def enter(self, phase: Phase) -> None:
+        self._put(Slot.BEAT_NS, time.monotonic_ns())
+        self._put(Slot.PHASE, phase)
+
+    def start(self, step: int, *, max_steps: int = 0, samples: int = 0) -> None:
+        """Training starts with `step` steps behind it."""
+        self._put(Slot.MAX_STEPS, max_steps)
+        self._put(Slot.SAMPLES, samples)
+        self._put(Slot.STEP, step)
+        self.enter(Phase.TRAINING)
+
+    def report(self, *, loss: float | None, lr: float | None) -> None:
+        if loss is not None:
+            self.page.put_float(self.rank, Slot.LOSS, loss)
+        if lr is not None:
+            self.page.put_float(self.rank, Slot.LR, lr)
+
+    def finished(self, step: int, samples: int = 0) -> Reason | None:
+        """Say that `step` is finished. Return why to save now, or None; the usual answer takes microseconds."""
+        put, rank = self.page.put, self.rank
+        put(rank, Slot.SAMPLES, samples)
+        put(rank, Slot.STEP, step)
+        put(rank, Slot.BEAT_NS, time.monotonic_ns())
+        self.tend()
+        if self.page[Word.PROPOSED_STEP] != step:
+            return None
+        return self._await_decision(step)
+
+    def skip(self, step: int) -> None:
+        """This rank takes no part in a save at `step`; so there is none."""
+        self._put(Slot.VOID_STEP, step)
+
+    # -------------------------------------------------------------------- saving
+
+    def stage(self, step: int, image_bytes: int, state: bytes, fill: Callable[[memoryview], None]) -> bool:
+        """
+        Put the rank's state into memory that the saver holds. False: not this time, training goes on.
+
+        `fill` writes the image of the shard, all of it.
+        """
+        phase = Phase(self._get(Slot.PHASE))
+        self.enter(Phase.SAVING)
+        ready = False
+        try:
+            memory = self._memory(image_bytes + len(state))
+            if memory is not None:
+                self._put(Slot.ARENA_STATE, Arena.FILLING)
+                fill(memory[:image_bytes])
+                memory[image_bytes : image_bytes + len(state)] = state
+                ready = True
+        except OSError as error:
+            self.page.set_error(f"rank {self.rank}: no memory to stage step {step}: {error}")
+        finally:
+            if ready:
+                self._put(Slot.IMAGE_BYTES, image_bytes)
+                self._put(Slot.STATE_BYTES, len(state))
+                self._put(Slot.ARENA_STEP, step)
+                self._put(Slot.ARENA_STATE, Arena.READY)
+            else:
+                self.skip(step)
+            self.enter(phase)
+        return ready
+
+    def leave(self, step: int) -> bool:
+        """Wait until the staged `step` is committed and the end recorded. False: that failed, training goes on."""
+        self.enter(Phase.SAVING)
+
+        def answered() -> bool:
+            decision = self.page[Word.DECISION]
+            return (
+                bool(self.page[Word.ENDED]) or self.page[Word.PROPOSED_STEP] != step or decision != Decision.COMMITTED
+            )
+
+        self._await(answered)
+        left = self.page[Word.ENDED] == Ended.LEFT
+        self.enter(Phase.LEFT if left else Phase.TRAINING)
+        return left
+
+    def finish(self, stage: Callable[[int], object]) -> Ended:
+        """
+        Say that training is done and wait until that is recorded; `stage(step)` is called when the saver wants the final state.
+
+        Ended.NO: there is no saver.
+        """
+        self._put(Slot.VOID_STEP, 0)
+        self.enter(Phase.DONE)
+
+        def concluded() -> bool:
+            if self.page[Word.DECISION] != Decision.COMMITTED:
+                self._put(Slot.VOID_STEP, 0)
+            elif self.page[Word.REASON] == Reason.FINAL and not self.page[Word.ENDED]:
+                self._stage_once(self.page[Word.PROPOSED_STEP], stage)
+            return bool(self.page[Word.ENDED])
+
+        self._await(concluded)
+        return Ended(self.page[Word.ENDED])
+
+    def _stage_once(self, step: int, stage: Callable[[int], object]) -> None:
+        done = self._get(Slot.ARENA_STATE) == Arena.READY and self._get(Slot.ARENA_STEP) == step
+        if not done and self._get(Slot.VOID_STEP) != step:
+            stage(step)
+
+    def is_pending(self) -> bool:
+        """Whether this rank's staged state has yet to be committed."""
+        return self._get(Slot.ARENA_STATE) == Arena.READY
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the state staged last is committed or given up; False after `timeout_s`, or without a saver."""
+        return self._await(lambda: not self.is_pending(), timeout_s)
+
+    # ------------------------------------------------------------------- waiting
+
+    def _await_decision(self, step: int) -> Reason | None:
+        """The step is read before and after the decision, so the two belong together."""
+        page = self.page
+
+        def decided() -> bool:
+            return page[Word.DECISION] != Decision.PROPOSED or page[Word.PROPOSED_STEP] != step
+
+        if not self._await(decided, AGREEMENT_S):
+            self.skip(step)
+            return None
+        decision, reason = page[Word.DECISION], Reason(page[Word.REASON])
+        if page[Word.PROPOSED_STEP] != step or decision != Decision.COMMITTED:
+            return None
+        return reason
+
+    def _memory(self, size: int) -> memoryview | None:
+        """Return memory of at least `size` that the saver has mapped and is not reading; None without a saver."""
+        if not self._await(lambda: self._get(Slot.ARENA_STATE) != Arena.READY):
+            return None
+        if self._arena is None or self._arena.size < size:
+            self._announce(size)
+        if not self._await(lambda: self._get(Slot.ARENA_STATE) in {Arena.MAPPED, Arena.FILLING}):
+            return None
+        assert self._arena is not None
+        return self._arena.memory
+
+    def _announce(self, size: int) -> None:
+        """Replace the arena; a little larger than needed, since the JSON grows by a digit now and then."""
+        self._put(Slot.ARENA_STATE, Arena.NONE)
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        page = mmap.PAGESIZE
+        self._arena = StagingMemory((size + size // 64 + 2 * page) // page * page)
+        self._put(Slot.ARENA_FD, self._arena.fd)
+        self._put(Slot.ARENA_BYTES, self._arena.size)
+        self._put(Slot.ARENA_STATE, Arena.ANNOUNCED)
+
+    def _await(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        started = time.monotonic_ns()
+        until = None if timeout_s is None else started + int(timeout_s * 1e9)
+        while not is_true():
+            now = time.monotonic_ns()
+            beat = max(self.page[Word.SAVER_BEAT_NS], started)
+            if (until is not None and now > until) or now - beat > PATIENCE_S * 1e9:
+                return False
+            self._put(Slot.BEAT_NS, now)
+            self.tend()
+            time.sleep(_POLL_S)
+        return True
+
+
+def open_page(env: Mapping[str, str]) -> ControlPage | None:
+    """Map the supervisor's page; None where there is no supervisor."""
+    path = env.get(Env.CONTROL)
+    return ControlPage.open(path) if path else None
+
+
+def create_page(num_ranks: int) -> ControlPage:
+    """Make a page where there is no supervisor; the saver removes it in the end."""
+    name = f"vramfarm-{os.getpid()}-{os.urandom(4).hex()}"
+    shm = Path("/dev/shm")  # noqa: S108  # memory; where it cannot be written a file does
+    try:
+        return ControlPage.create(shm / name, num_ranks=num_ranks)
+    except OSError:
+        import tempfile  # noqa: PLC0415  # rarely needed
+
+        return ControlPage.create(Path(tempfile.gettempdir()) / name, num_ranks=num_ranks)
+
+
+def log_path(env: Mapping[str, Any]) -> Path:
+    """Where the saver's words go: beside the end record, else beside the folder of checkpoints."""
+    end_file = env.get(Env.END_FILE)
+    return Path(end_file or env[Env.CHECKPOINT_DIR]).absolute().parent / "saver.log"
