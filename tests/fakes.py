@@ -195,14 +195,17 @@ def _names_after(folder: _Folder, loss: Loss, chance: random.Random) -> dict[str
 def _bytes_after(file: _File, loss: Loss, chance: random.Random) -> bytes:
     if file.now == file.synced:
         return file.now
-    zeros = file.now[: len(file.now) // 2].ljust(len(file.now), b"\0")
+    synced = file.synced or b""
+    safe = len(synced) if file.now.startswith(synced) else 0  # what was appended cannot take it back
+    half = safe + (len(file.now) - safe) // 2
+    zeros = file.now[:half].ljust(len(file.now), b"\0")
     match loss:
         case Loss.UNSYNCED:
-            return file.synced or b""
+            return synced
         case Loss.GARBLED:
             return zeros
         case Loss.MIXED:
-            return chance.choice([file.synced or b"", zeros, file.now[: len(file.now) // 3], file.now])
+            return chance.choice([synced, zeros, file.now[:half], file.now])
 
 
 def _apply(names: dict[str, _Node], change: dict[str, _Node | None]) -> None:

@@ -1,0 +1,393 @@
+"""The whole life of a job in simulated time, losing power after every single disk operation."""
+
+import shutil
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.facts import Ending, Outcome
+from runner.job import Job
+from runner.storage import journal as events
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from tests.fakes import Loss
+from tests.simworld import START, TURN, Elsewhere, boot, shard_bytes
+
+JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
+HERE_ONLY = JOB.model_copy(update={"offload": Job.model_validate({"command": "x"}).offload})
+
+
+def at(turns):
+    return START + turns * TURN
+
+
+def history_of(root):
+    return events.read(root / "journal.jsonl")
+
+
+def check_invariants(root, elsewhere):
+    """What holds at every instant, recovered or not."""
+    directory = CheckpointDir(root / "checkpoints", Disk())
+    local = directory.committed()
+    for checkpoint in local:
+        assert () == directory.verify(checkpoint.ref)
+        for rank, shard in enumerate(directory.manifest(checkpoint.ref).shards):
+            assert shard_bytes(checkpoint.ref.step, rank) == (directory.path(checkpoint.ref) / shard.path).read_bytes()
+    assert elsewhere.promised <= {c.ref for c in local}, "a commit was lost"
+
+
+def check_finished(root, elsewhere):
+    history = history_of(root)
+    assert Outcome.SUCCEEDED is history.conclusion.outcome
+    assert [True] == [end.stop for end in elsewhere.ends[-1:]]
+    assert 500 == max(ref.step for ref in elsewhere.store)
+    numbers = [number for number, _ in elsewhere.launches]
+    assert numbers == sorted(set(numbers)), "an attempt number was used twice"
+    steps = [step or 0 for _, step in elsewhere.launches]
+    assert steps == sorted(steps), "a resume went back"
+
+
+def test_no_trouble(tmp_path):
+    """
+    A job without trouble launches once and ends with everything in the store and nothing to keep.
+    """
+    elsewhere = Elsewhere()
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert (0, True, False) == (end.code, end.stop, end.keep)
+    assert [(1, None)] == elsewhere.launches
+    assert 2 == len(elsewhere.store)
+    assert 2 == len(CheckpointDir(tmp_path / "job" / "checkpoints", Disk()).committed())
+
+
+def test_without_a_store_the_folder_is_kept(tmp_path):
+    """
+    What exists only on this disk is never thrown away with the server.
+    """
+    end, _ = boot(HERE_ONLY, tmp_path / "job", Elsewhere())
+
+    assert (0, True, True) == (end.code, end.stop, end.keep)
+
+
+def test_crashes_resume_and_progress_forgives_them(tmp_path):
+    """
+    Attempts that die resume from the newest checkpoint.
+    """
+    elsewhere = Elsewhere(crash_at_step={1: 300, 2: 400, 3: 500})
+
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert [(1, None), (2, 200), (3, 300), (4, 400)] == elsewhere.launches
+
+
+def test_no_progress_gives_up_and_stops_the_server(tmp_path):
+    """
+    Three attempts in a row that never get past the same step end the job with code 6.
+    """
+    elsewhere = Elsewhere(crash_at_step=dict.fromkeys(range(1, 20), 100))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (6, True) == (end.code, end.stop)
+    assert [1, 2, 3] == [number for number, _ in elsewhere.launches]
+
+
+def test_sigterm_ends_the_boot_and_not_the_job(tmp_path):
+    """
+    A preempted job saves, leaves with 75, stops nothing, and goes on in the next boot.
+    """
+    elsewhere = Elsewhere(sigterms={at(4)})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+    assert (75, False) == (end.code, end.stop)
+    elsewhere.boots += 1
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert Ending.INTERRUPTED is history_of(tmp_path / "job").attempts[0].ending
+
+
+def test_five_sigterms_before_a_checkpoint_are_not_five_failures(tmp_path):
+    """
+    An interrupted attempt is not a failed one.
+    """
+    elsewhere = Elsewhere()
+    for _ in range(5):
+        elsewhere.sigterms = {elsewhere.now + 2 * TURN}
+        assert 75 == boot(JOB, tmp_path / "job", elsewhere)[0].code
+    elsewhere.sigterms = set()
+
+    assert 0 == boot(JOB, tmp_path / "job", elsewhere)[0].code
+
+
+def test_an_interrupted_exit_zero_is_not_success(tmp_path):
+    """
+    A script that exits 0 because it was asked to leave has not finished.
+    """
+    elsewhere = Elsewhere(stop_at=at(4))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert 8 == end.code
+    assert Outcome.STOPPED is history_of(tmp_path / "job").conclusion.outcome
+
+
+def test_a_deaf_attempt_is_killed_after_the_grace_period(tmp_path):
+    """
+    Ranks that do not leave are ended, and the job stops all the same.
+    """
+    elsewhere = Elsewhere(stop_at=at(4), deaf=True)
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere, last_step=10_000)
+
+    assert 8 == end.code
+
+
+def test_a_boot_after_the_end_stops_again_and_does_not_train(tmp_path):
+    """
+    A container that is started again after the job is done goes straight on with stopping.
+    """
+    elsewhere = Elsewhere()
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (0, True) == (end.code, end.stop)
+    assert [(1, None)] == elsewhere.launches
+
+
+def test_a_new_machine_goes_on_from_the_store(tmp_path):
+    """
+    With the disk gone, journal and all, training goes on from the newest offsite copy.
+    """
+    elsewhere = Elsewhere(sigterms={at(5)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    newest = max(ref.step for ref in elsewhere.store)
+
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (1, newest) == elsewhere.launches[-1]
+    assert 500 == max(ref.step for ref in elsewhere.store)
+
+
+def test_a_new_machine_for_a_job_that_is_done_ends_at_once(tmp_path):
+    """
+    The store says that the job is over: nothing is trained twice.
+    """
+    elsewhere = Elsewhere()
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (0, True, False) == (end.code, end.stop, end.keep)
+    assert [(1, None)] == elsewhere.launches
+
+
+def test_a_damaged_offsite_copy_falls_back_to_the_older_one_in_a_new_lineage(tmp_path):
+    """
+    A roll-back opens a lineage, so that the older step is the newest from now on.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    older, newest = sorted(ref.step for ref in elsewhere.store)
+    elsewhere.damaged_there = {newest}
+
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (1, older) == elsewhere.launches[-1]
+    assert 2 == max(elsewhere.store).lineage
+
+
+def test_it_never_starts_over_silently(tmp_path):
+    """
+    Checkpoints exist and none can be used: code 4, and the words say how to start over.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    elsewhere.damaged_there = {ref.step for ref in elsewhere.store}
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert 4 == end.code
+    assert "--start-over" in end.reason
+
+
+def test_a_store_that_is_down_for_twenty_minutes_does_not_lose_the_night(tmp_path):
+    """
+    The upload is tried again until the store is back, and the server waits for it.
+    """
+    elsewhere = Elsewhere(store_down=(at(3), at(23)))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert not end.keep
+
+
+def test_a_store_that_never_comes_back_keeps_the_folder(tmp_path):
+    """
+    After half an hour the server is stopped with its folder kept, not thrown away, not billed for ever.
+    """
+    elsewhere = Elsewhere(store_down=(at(3), at(100_000)))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (0, True, True) == (end.code, end.stop, end.keep)
+    assert elsewhere.now < at(60)
+
+
+def test_a_store_that_refuses_is_said_before_training(tmp_path):
+    """
+    403 at the start ends with code 4 and no launch.
+    """
+    elsewhere = Elsewhere(store_refuses=True)
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, True) == (end.code, end.stop)
+    assert [] == elsewhere.launches
+
+
+def test_the_time_limit_saves_first(tmp_path):
+    """
+    Before the deadline the attempt is interrupted, saved, uploaded; code 7; a new machine may go on.
+    """
+    job = JOB.model_copy(update={"limits": JOB.limits.model_copy(update={"max_duration": 30 * TURN})})
+    elsewhere = Elsewhere()
+
+    end, _ = boot(job, tmp_path / "job", elsewhere, last_step=50_000)
+
+    assert (7, True, False) == (end.code, end.stop, end.keep)
+    assert elsewhere.now <= at(30)
+    assert max(ref.step for ref in elsewhere.store) >= 300
+
+
+def test_start_over_uses_nothing_of_before(tmp_path):
+    """
+    --start-over trains from step 0 in a new lineage, and a crash later resumes within it.
+    """
+    elsewhere = Elsewhere(crash_at_step={2: 300})
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    boot(
+        JOB,
+        tmp_path / "job",
+        elsewhere,
+        before=lambda journal: journal.append(events.reopened(start_over=True, at=elsewhere.now)),
+    )
+
+    assert [(1, None), (2, None), (3, 200)] == elsewhere.launches
+    assert 2 == max(elsewhere.store).lineage
+
+
+def test_go_on_after_a_stop(tmp_path):
+    """
+    --go-on reopens a stopped run where it was.
+    """
+    elsewhere = Elsewhere(stop_at=at(4))
+    boot(JOB, tmp_path / "job", elsewhere)
+    elsewhere.stop_at = None
+
+    end, _ = boot(
+        JOB,
+        tmp_path / "job",
+        elsewhere,
+        before=lambda journal: journal.append(events.reopened(start_over=False, at=elsewhere.now)),
+    )
+
+    assert 0 == end.code
+    assert elsewhere.launches[-1][1] is not None
+
+
+def test_a_failing_set_up_is_the_jobs_own_fault(tmp_path):
+    """
+    Code 6, the error in the reason, nothing launched.
+    """
+    job = JOB.model_copy(update={"setup": ("pip install nonsense",)})
+    elsewhere = Elsewhere(setup_fails=True)
+
+    end, _ = boot(job, tmp_path / "job", elsewhere)
+
+    assert (6, "setup: exit 1") == (end.code, end.reason)
+    assert [] == elsewhere.launches
+
+
+TROUBLE = {"crash_at_step": {1: 300}}
+
+
+def num_operations(tmp_path):
+    return boot(JOB, tmp_path / "dry", Elsewhere(**TROUBLE))[1].num_operations
+
+
+@pytest.mark.parametrize("loss", [None, *Loss], ids=lambda loss: loss or "process only")
+def test_power_loss_after_every_operation(tmp_path, loss):
+    """
+    Wherever the first boot dies, the second finishes the job and nothing is damaged.
+    """
+    for fail_at in range(num_operations(tmp_path)):
+        root, elsewhere = tmp_path / f"job-{fail_at}", Elsewhere(**TROUBLE)
+        end, disk = boot(JOB, root, elsewhere, fail_at=fail_at)
+        assert end is None
+        if loss:
+            disk.lose(loss, seed=fail_at)
+            elsewhere.boots += 1
+        check_invariants(root, elsewhere)
+
+        boot(JOB, root, elsewhere)
+
+        check_invariants(root, elsewhere)
+        check_finished(root, elsewhere)
+        shutil.rmtree(root)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    crashes=st.dictionaries(st.integers(1, 6), st.integers(1, 5).map(lambda n: n * 100), max_size=4),
+    losses=st.lists(st.tuples(st.integers(0, 120), st.sampled_from([None, *Loss]), st.booleans()), max_size=4),
+    sigterms=st.sets(st.integers(1, 40), max_size=3),
+    down=st.none() | st.tuples(st.integers(0, 20), st.integers(1, 25)),
+)
+def test_whatever_happens_the_server_stops_and_nothing_is_lost(tmp_path, crashes, losses, sigterms, down):
+    """
+    Any mix of crashes, power losses, lost disks, preemptions and an outage of the store ends
+    with every byte in the store and the server asked to stop.
+    """
+    root = tmp_path / "job"
+    shutil.rmtree(root, ignore_errors=True)
+    elsewhere = Elsewhere(crash_at_step=crashes, sigterms={at(n) for n in sigterms})
+    elsewhere.store_down = (at(down[0]), at(down[0] + down[1])) if down else None
+    for fail_at, loss, machine_lost in losses:
+        _, disk = boot(JOB, root, elsewhere, fail_at=fail_at)
+        if loss:
+            disk.lose(loss, seed=fail_at)
+        if machine_lost:
+            shutil.rmtree(root)
+            elsewhere.promised.clear()
+        else:
+            check_invariants(root, elsewhere)
+        elsewhere.boots += 1
+    for _ in range(6):
+        end, _ = boot(JOB, root, elsewhere)
+        if end.code != 75:
+            break
+
+    assert end.stop
+    if end.code == 0:
+        assert 500 == max(ref.step for ref in elsewhere.store)
+        assert not end.keep
+    else:
+        assert 6 == end.code
+    assert elsewhere.now < START + timedelta(hours=3)

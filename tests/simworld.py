@@ -1,0 +1,315 @@
+"""A whole run in simulated time: real checkpoints and journal on a disk that can lose power."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from runner.facts import (
+    Attempt,
+    Checkpoint,
+    Conclusion,
+    Exit,
+    Failed,
+    Finished,
+    History,
+    Live,
+    Observed,
+    Progress,
+    Running,
+    TaskKind,
+    TaskState,
+)
+from runner.job import Job
+from runner.loop import run
+from runner.policy.lifecycle import End, Wait
+from runner.policy.limits import deadline
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.journal import Journal
+from tests.fakes import FaultyDisk, PowerLoss
+from vramfarm.protocol import ALGORITHM, TEMPORARY, EndRecord, Manifest, Ref, Shard, shard_name
+
+SAVE_EVERY = 100
+TURN = timedelta(minutes=1)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def shard_bytes(step: int, rank: int) -> bytes:
+    return f"{step}:{rank}:".encode() * 20
+
+
+class TooLongError(AssertionError):
+    """The run did not end in a year of simulated time."""
+
+
+@dataclass
+class Elsewhere:
+    """What survives the machine: the store, time, the user's wishes; and what will go wrong."""
+
+    now: datetime = START
+    boots: int = 1
+    lives: int = 0
+    store: dict[Ref, Checkpoint] = field(default_factory=dict)
+    outcome: Conclusion | None = None
+    launches: list[tuple[int, int | None]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+    promised: set[Ref] = field(default_factory=set)
+    stop_at: datetime | None = None
+    sigterms: set[datetime] = field(default_factory=set)
+    crash_at_step: dict[int, int] = field(default_factory=dict)  # attempt -> step it dies at
+    store_down: tuple[datetime, datetime] | None = None
+    store_refuses: bool = False
+    deaf: bool = False  # the ranks never answer an interrupt
+    damaged_there: set[int] = field(default_factory=set)  # steps whose offsite copy does not restore
+    setup_fails: bool = False
+
+    def is_down(self) -> bool:
+        return self.store_down is not None and self.store_down[0] <= self.now < self.store_down[1]
+
+
+class SimWorld:
+    """One life of the runner on one boot. The trainer is a counter that saves every 100 steps."""
+
+    def __init__(self, job: Job, root: Path, disk: Disk, elsewhere: Elsewhere, *, last_step: int) -> None:
+        self.job, self.elsewhere, self.last_step = job, elsewhere, last_step
+        self._disk = disk
+        self.dir = CheckpointDir(root / "checkpoints", disk)
+        self.dir.root.mkdir(exist_ok=True)
+        disk.sync(root)
+        self.dir.sweep()
+        elsewhere.lives += 1
+        self.life = f"life-{elsewhere.lives}"
+        self.attempt: Attempt | None = None
+        self.step: int | None = None  # of the ranks; None: they are gone
+        self.reached = 0
+        self.exit: Exit | None = None
+        self.end: EndRecord | None = None
+        self.leave_sent_at: datetime | None = None
+        self.tasks: dict[TaskKind, TaskState] = {}
+        self.offsite: tuple[Checkpoint, ...] | None = None
+        self.unusable: set[str] = set()
+        self.leaving = False
+
+    def observe(self, history: History) -> Observed:
+        self._finish_tasks()
+        live = None
+        last = history.attempts[-1] if history.attempts else None
+        mine = last is not None and self.attempt is not None and last.id == self.attempt.id
+        if mine and self.step is not None:
+            live = Live(attempt_id=last.id, trainers=(1,), savers=())
+        now = self.elsewhere.now
+        return Observed(
+            now=now,
+            boot_id=f"boot-{self.elsewhere.boots}",
+            life=self.life,
+            live=live,
+            exit=self.exit if mine else None,
+            end=self.end if mine else None,
+            progress=Progress(step=self.reached, attached=bool(live)),
+            leave_sent_at=self.leave_sent_at,
+            local=self.dir.committed(),
+            leftovers=() if live else self.dir.leftovers(),
+            offsite=self.offsite,
+            unusable=frozenset(self.unusable),
+            concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
+            tasks=dict(self.tasks),
+            setup_digest="digest" if self.job.setup else "",
+            stop_requested=self.elsewhere.stop_at is not None and now >= self.elsewhere.stop_at,
+            leaving=self.leaving,
+            rented=True,
+            deadline_at=deadline(self.job.limits, history.opened_at or now, None),
+            last_upload_s=2 * TURN.total_seconds(),
+        )
+
+    def digest(self) -> str:
+        return "same"
+
+    def new_id(self) -> str:
+        return f"{self.life}-{len(self.elsewhere.launches)}"
+
+    # --------------------------------------------------------------------------- tasks
+
+    def begin(self, kind: TaskKind, subject: str) -> None:
+        assert not isinstance(self.tasks.get(kind), Running), f"{kind} begun twice"
+        before = self.tasks.get(kind)
+        self._failures = getattr(self, "_failures", {})
+        if not (isinstance(before, Failed) and before.subject == subject):
+            self._failures[kind] = (0, None)
+        self.tasks[kind] = Running(subject=subject, started_at=self.elsewhere.now)
+
+    def _finish_tasks(self) -> None:
+        for kind, state in tuple(self.tasks.items()):
+            if isinstance(state, Running) and self.elsewhere.now > state.started_at:
+                self.tasks[kind] = self._finish(kind, state)
+
+    def _finish(self, kind: TaskKind, state: Running) -> TaskState:
+        if kind is TaskKind.SETUP and self.elsewhere.setup_fails:
+            return self._failed(kind, state, "setup: exit 1", final=True)
+        if kind is not TaskKind.SETUP:
+            if self.elsewhere.store_refuses:
+                return self._failed(kind, state, "403: access denied", final=True)
+            if self.elsewhere.is_down():
+                return self._failed(kind, state, "connection refused", final=False)
+        problem = getattr(self, f"_do_{kind}", lambda _: "")(state.subject)
+        if problem:
+            return self._failed(kind, state, problem, final=True)
+        if kind in {TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY}:
+            self.offsite = tuple(sorted(self.elsewhere.store.values(), key=lambda c: c.ref))
+        return Finished(subject=state.subject, at=self.elsewhere.now)
+
+    def _failed(self, kind: TaskKind, state: Running, error: str, *, final: bool) -> Failed:
+        count, since = self._failures[kind]
+        since = since or self.elsewhere.now
+        self._failures[kind] = (count + 1, since)
+        if kind is TaskKind.RESTORE and final:
+            self.unusable.add(state.subject)
+        return Failed(
+            subject=state.subject, at=self.elsewhere.now, error=error, final=final, failures=count + 1, since=since
+        )
+
+    def _do_upload(self, name: str) -> str:
+        found = [c for c in self.dir.committed() if c.ref.name == name]
+        assert found, f"{name} was pruned while it was being uploaded"
+        assert self.dir.verify(found[0].ref) == ()
+        self.elsewhere.store[found[0].ref] = found[0]
+        return ""
+
+    def _do_restore(self, name: str) -> str:
+        (ref,) = (ref for ref in self.elsewhere.store if ref.name == name)
+        if ref.step in self.elsewhere.damaged_there:
+            return "checksum mismatch"
+        self._save(ref)
+        return ""
+
+    def _do_tidy(self, name: str) -> str:
+        del name
+        keep = sorted(self.elsewhere.store)[-self.job.offload.keep_last :]
+        self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref in keep}
+        return ""
+
+    def _do_publish(self, outcome: str) -> str:
+        self.elsewhere.outcome = Conclusion(outcome=outcome, reason="published", at=self.elsewhere.now)
+        return ""
+
+    # ----------------------------------------------------------------------- checkpoints
+
+    def discard(self, name: str) -> None:
+        self.dir.discard(name)
+
+    def prune(self, ref: Ref) -> None:
+        self.elsewhere.promised.discard(ref)
+        self.dir.remove(ref)
+
+    def set_aside(self, ref: Ref) -> None:
+        self.dir.set_aside(ref)
+
+    def _save(self, ref: Ref) -> None:
+        """As the saver does it: shards, then the manifest, then the rename."""
+        folder = self.dir.root / f"{TEMPORARY}{ref.name}"
+        self._disk.remove(folder)
+        self._disk.make_folder(folder)
+        shards = []
+        for rank in range(2):
+            data = shard_bytes(ref.step, rank)
+            self._disk.write(folder / shard_name(rank, 2), data)
+            from zlib import crc32  # noqa: PLC0415
+
+            shards.append(Shard(shard_name(rank, 2), len(data), (crc32(data),)))
+        manifest = Manifest(
+            job=self.job.name,
+            lineage=ref.lineage,
+            step=ref.step,
+            id=ref.id,
+            attempt=ref.attempt,
+            world_size=2,
+            written_at=START.isoformat(),
+            algorithm=ALGORITHM,
+            shards=tuple(shards),
+        )
+        self.dir.adopt(folder, manifest)
+        self.elsewhere.promised.add(ref)
+
+    # -------------------------------------------------------------------------- attempts
+
+    def launch(self, attempt: Attempt) -> None:
+        if attempt.resume is not None:
+            assert attempt.resume in {c.ref for c in self.dir.committed()}
+        self.elsewhere.launches.append((attempt.number, attempt.resume.step if attempt.resume else None))
+        self.attempt, self.exit, self.end, self.leave_sent_at = attempt, None, None, None
+        self.step = self.reached = attempt.resume.step if attempt.resume else 0
+
+    def interrupt(self) -> None:
+        self.leave_sent_at = self.elsewhere.now
+
+    def kill(self, *, savers: bool) -> None:
+        del savers
+        self.step, self.exit = None, Exit(code=-9)
+
+    def forget(self, attempt: Attempt) -> None:
+        del attempt
+        self.attempt, self.reached = None, 0
+
+    def wait(self, action: Wait) -> None:
+        del action
+        self.elsewhere.now += TURN
+        if self.elsewhere.now > START + timedelta(days=3):
+            raise TooLongError
+        self.leaving |= self.elsewhere.now in self.elsewhere.sigterms
+        if self.step is not None:
+            self._train()
+
+    def _train(self) -> None:
+        assert self.attempt is not None
+        assert self.step is not None
+        if self.leave_sent_at is not None and not self.elsewhere.deaf:
+            self._leave()
+            return
+        if self.step < self.last_step:
+            self.step = self.reached = self.step + SAVE_EVERY
+        if self.step == self.elsewhere.crash_at_step.get(self.attempt.number):
+            self.step, self.exit = None, Exit(code=1)
+            return
+        self._save_here()
+        if self.step >= self.last_step:
+            self._finish_attempt("done")
+
+    def _leave(self) -> None:
+        assert self.step is not None
+        if self.step:
+            self._save_here()
+        self._finish_attempt("left")
+
+    def _finish_attempt(self, kind: str) -> None:
+        self.end, self.exit = EndRecord(kind, self.reached), Exit(code=0)
+        self.step = None
+
+    def _save_here(self) -> None:
+        assert self.attempt is not None
+        assert self.step is not None
+        ref = Ref(self.attempt.lineage, self.step, self.attempt.number, f"{self.attempt.number:08x}")
+        if ref not in {c.ref for c in self.dir.committed()}:
+            self._save(ref)
+
+
+def boot(
+    job: Job,
+    root: Path,
+    elsewhere: Elsewhere,
+    *,
+    last_step: int = 500,
+    fail_at: int | None = None,
+    before: Callable[[Journal], None] | None = None,
+) -> tuple[End | None, FaultyDisk]:
+    """One life: until the end, or until the power goes."""
+    root.mkdir(exist_ok=True)
+    disk = FaultyDisk(root, fail_at)
+    try:
+        journal = Journal(root / "journal.jsonl", disk)
+        if before:
+            before(journal)
+        end = run(job, journal, SimWorld(job, root, disk, elsewhere, last_step=last_step), lambda *_: None)
+    except PowerLoss:
+        return None, disk
+    elsewhere.ends.append(end)
+    return end, disk
