@@ -26,7 +26,7 @@ from typing import Final
 from runner.errors import StoreError
 from runner.facts import Checkpoint
 from runner.storage.checksums import crc32
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, lstat_inside
 from vramfarm.protocol import (
     ALGORITHM,
     CHUNK_BYTES,
@@ -70,7 +70,7 @@ class CheckpointDir:
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self.root = root
-        self._disk = disk
+        self.disk = disk
         self._parsed: dict[str, tuple[tuple[int, ...], Manifest | ProtocolError]] = {}
 
     def committed(self) -> tuple[Checkpoint, ...]:
@@ -104,7 +104,7 @@ class CheckpointDir:
 
     def remove(self, ref: Ref) -> None:
         """Out of sight in one durable rename; the bytes follow."""
-        self._disk.remove(self._rename(ref, REMOVED))
+        self.disk.remove(self._rename(ref, REMOVED))
 
     def set_aside(self, ref: Ref) -> None:
         """No longer a checkpoint, but kept for a human."""
@@ -113,9 +113,9 @@ class CheckpointDir:
     def _rename(self, ref: Ref, prefix: str) -> Path:
         target = self.root / f"{prefix}{ref.name}"
         if self.path(ref).exists():
-            self._disk.remove(target)  # of a checkpoint that went before and was restored since
-            self._disk.rename(self.path(ref), target)
-        self._disk.sync(self.root)
+            self.disk.remove(target)  # of a checkpoint that went before and was restored since
+            self.disk.rename(self.path(ref), target)
+        self.disk.sync(self.root)
         return target
 
     def leftovers(self) -> tuple[str, ...]:
@@ -126,13 +126,13 @@ class CheckpointDir:
         """Remove a folder that was never committed."""
         if not name.startswith(TEMPORARY) or "/" in name:
             raise StoreError(f"{self.root}: expected the name of a {TEMPORARY}… folder to discard, got {name!r}")
-        self._disk.remove(self.root / name)
+        self.disk.remove(self.root / name)
 
     def sweep(self) -> None:
         """Finish removals that were cut short."""
         for name in self._names():
             if name.startswith(REMOVED):
-                self._disk.remove(self.root / name)
+                self.disk.remove(self.root / name)
 
     def adopt(self, temporary: Path, manifest: Manifest) -> Checkpoint:
         """
@@ -146,12 +146,12 @@ class CheckpointDir:
         if problem := _missing(temporary, manifest.shards):
             raise StoreError(f"{temporary}: cannot be committed: {problem}")
         for path in _files_and_folders(temporary, manifest.shards):
-            self._disk.sync(path)
-        self._disk.write(temporary / MANIFEST, dump_manifest(manifest))
-        self._disk.sync(temporary / MANIFEST)
-        self._disk.sync(temporary)
-        self._disk.rename(temporary, target)
-        self._disk.sync(self.root)
+            self.disk.sync(path)
+        self.disk.write(temporary / MANIFEST, dump_manifest(manifest))
+        self.disk.sync(temporary / MANIFEST)
+        self.disk.sync(temporary)
+        self.disk.rename(temporary, target)
+        self.disk.sync(self.root)
         return checkpoint
 
     def _names(self) -> list[str]:
@@ -206,7 +206,7 @@ def _missing(folder: Path, shards: tuple[Shard, ...]) -> str:
     """The first shard that is not a plain file of its size inside the folder; empty if all are."""
     for shard in shards:
         try:
-            entry = _lstat_inside(folder, shard.path)
+            entry = lstat_inside(folder, shard.path)
         except OSError as error:
             return f"{shard.path}: {error.strerror}"
         if not stat.S_ISREG(entry.st_mode):
@@ -214,16 +214,6 @@ def _missing(folder: Path, shards: tuple[Shard, ...]) -> str:
         if entry.st_size != shard.size_bytes:
             return f"{shard.path}: expected {shard.size_bytes} bytes, got {entry.st_size}"
     return ""
-
-
-def _lstat_inside(folder: Path, path: str) -> os.stat_result:
-    """As `lstat`, but no folder on the way may be a link: it would lead out of the checkpoint."""
-    *folders, _ = path.split("/")
-    for depth in range(1, len(folders) + 1):
-        between = folder.joinpath(*folders[:depth])
-        if between.is_symlink():
-            raise OSError(0, f"expected a folder, got a link at {between.name}")
-    return (folder / path).lstat()
 
 
 def _verify_shard(folder: Path, shard: Shard) -> list[str]:

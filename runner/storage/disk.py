@@ -5,6 +5,7 @@ A change is durable when these have finished it; tests replace `Disk` to lose po
 any two operations, so nobody in this room opens a file for writing but here.
 """
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -61,3 +62,13 @@ def write_durable(disk: Disk, path: Path, data: bytes) -> None:
     disk.sync(temporary)
     disk.rename(temporary, path)
     disk.sync(path.parent)
+
+
+def lstat_inside(folder: Path, path: str) -> os.stat_result:
+    """As `lstat`, but no folder on the way may be a link: it would lead out of `folder`."""
+    *folders, _ = path.split("/")
+    for depth in range(1, len(folders) + 1):
+        between = folder.joinpath(*folders[:depth])
+        if between.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, "expected a folder, got a link", str(between))
+    return (folder / path).lstat()

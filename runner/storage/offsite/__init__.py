@@ -1,0 +1,37 @@
+"""
+Stores off this machine. To add one: a module with a class that satisfies `Store`, a line in `STORES`,
+and a fixture in the conformance suite.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from runner.job import OffloadPolicy
+from runner.storage.disk import Disk
+from runner.storage.offsite.contract import OffsiteError, Store
+from runner.storage.offsite.file import FileStore
+
+__all__ = ["STORES", "OffsiteError", "Store", "open_store"]
+
+
+def _open_file(offload: OffloadPolicy, _env: Mapping[str, str]) -> Store:
+    return FileStore(Path(unquote(urlsplit(offload.to or "").path)), Disk())
+
+
+def _open_s3(offload: OffloadPolicy, env: Mapping[str, str]) -> Store:
+    from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # boto3 costs half a second and 60 MB
+
+    return S3Store(offload, env)
+
+
+STORES: Final[Mapping[str, Callable[[OffloadPolicy, Mapping[str, str]], Store]]] = {
+    "file": _open_file,
+    "s3": _open_s3,
+}
+
+
+def open_store(offload: OffloadPolicy, env: Mapping[str, str]) -> Store:
+    """The store of `offload.to`; nothing is asked of it yet. Credentials come from `env`."""
+    return STORES[urlsplit(offload.to or "file:///").scheme](offload, env)

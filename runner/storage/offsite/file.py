@@ -1,0 +1,164 @@
+"""
+A folder as a store: a network disk, a second disk, a test.
+
+A file is written beside its place, synced, renamed, and its folder synced. The folder keeps
+no checksums, so `head` has none, and whoever wants to be sure reads the bytes back.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from runner.storage.disk import Disk, lstat_inside
+from runner.storage.offsite.contract import (
+    MAX_SMALL_BYTES,
+    Entry,
+    Head,
+    OffsiteError,
+    Sent,
+    is_key,
+    read_chunks,
+)
+from vramfarm.protocol import CHUNK_BYTES, Shard
+
+_UNFINISHED: Final = ".unfinished"
+
+
+class FileStore:
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self.address = f"file://{root}"
+        self._root = root
+        self._disk = disk
+        if not root.parent.is_dir():  # made by us it would be on this machine's own disk
+            raise OffsiteError(
+                f"{self.address}: expected the folder {root.parent}, found none",
+                hint="is the disk mounted? make the folder, or correct offload.to",
+                final=True,
+            )
+
+    def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
+        with self._place(key) as (temporary, target):
+            self._disk.write(temporary, b"")
+            for index in range(len(shard.checksums)):
+                chunk = read_chunks(path, shard, index, 1)
+                self._disk.write_at(temporary, index * CHUNK_BYTES, chunk)
+                sent(len(chunk))
+            self._commit(temporary, target)
+
+    def put(self, key: str, content: bytes) -> None:
+        with self._place(key) as (temporary, target):
+            self._disk.write(temporary, content)
+            self._commit(temporary, target)
+
+    def put_new(self, key: str, content: bytes) -> bool:
+        with self._place(key) as (temporary, target):
+            self._disk.write(temporary, content)
+            self._disk.sync(temporary)
+            try:
+                os.link(temporary, target)  # unlike a rename, fails if there is one
+            except FileExistsError:
+                return False
+            finally:
+                self._disk.remove(temporary)
+            self._disk.sync(target.parent)
+            return True
+
+    def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
+        head = self.head(key)
+        if head is None:
+            return None
+        if head.size_bytes > limit_bytes:
+            raise OffsiteError(
+                f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {head.size_bytes}", final=True
+            )
+        return self.read(key, 0, head.size_bytes)
+
+    def read(self, key: str, offset: int, num_bytes: int) -> bytes:
+        with self._plain_words(key), self._path(key).open("rb") as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        with self._plain_words(prefix):
+            for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0], onerror=_refuse):
+                for name in names:
+                    key = (Path(folder) / name).relative_to(self._root).as_posix()
+                    if key.startswith(prefix) and is_key(key) and not key.endswith(_UNFINISHED):
+                        yield from self._entry(key)
+
+    def _entry(self, key: str) -> Iterator[Entry]:
+        with suppress(FileNotFoundError):  # deleted while we listed
+            found = (self._root / key).lstat()
+            if stat.S_ISREG(found.st_mode):
+                modified_at = datetime.fromtimestamp(found.st_mtime, UTC)
+                yield Entry(key=key, size_bytes=found.st_size, modified_at=modified_at)
+
+    def head(self, key: str) -> Head | None:
+        with self._plain_words(key):
+            path = self._path(key)
+            try:
+                found = lstat_inside(self._root, key)
+            except FileNotFoundError:
+                return None
+            if not stat.S_ISREG(found.st_mode):
+                raise OffsiteError(f"{path}: expected a plain file, got something else", final=True)
+            return Head(size_bytes=found.st_size, crc32=None)
+
+    def delete(self, key: str) -> None:
+        with self._plain_words(key):
+            path = self._path(key)
+            self._disk.remove(path)
+            for parent in path.parents:
+                if parent == self._root or not parent.is_dir() or any(parent.iterdir()):
+                    break
+                self._disk.remove(parent)
+
+    def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
+        with self._plain_words(prefix):
+            for path in sorted(self._root.rglob(f"*{_UNFINISHED}")):
+                key = path.relative_to(self._root).as_posix().removesuffix(_UNFINISHED)
+                begun_at = datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+                if key.startswith(prefix) and begun_at < before and not keep(key):
+                    self._disk.remove(path)
+
+    @contextmanager
+    def _place(self, key: str) -> Iterator[tuple[Path, Path]]:
+        """A temporary name and the real one, in a folder that is there."""
+        with self._plain_words(key):
+            target = self._path(key)
+            for folder in reversed(target.parents):
+                if folder.is_relative_to(self._root) and not folder.is_dir():
+                    self._disk.make_folder(folder)
+                    self._disk.sync(folder.parent)
+            yield target.with_name(target.name + _UNFINISHED), target
+
+    def _commit(self, temporary: Path, target: Path) -> None:
+        self._disk.sync(temporary)
+        self._disk.rename(temporary, target)
+        self._disk.sync(target.parent)
+
+    def _path(self, key: str) -> Path:
+        if not is_key(key):
+            raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
+        return self._root / key
+
+    @contextmanager
+    def _plain_words(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
+            hint = "may this user write there?" if isinstance(error, PermissionError) else ""
+            raise OffsiteError(f"{self.address}/{key}: {error.strerror}", hint=hint, final=final) from error
+
+
+def _refuse(error: OSError) -> None:
+    """A folder that cannot be read must not look like one that is empty."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

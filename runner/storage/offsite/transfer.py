@@ -1,0 +1,397 @@
+"""
+Checkpoints between a disk and a store.
+
+    <job>/checkpoints/step-00000500-0123abcd/<shard> ...   each confirmed by the store
+    <job>/checkpoints/step-00000500-0123abcd/MANIFEST.json last, and only if there is none
+    <job>/outcome.json                                     the job is over
+
+Order, at any time:
+  - a manifest in the store MUST name only shards that the store has confirmed;
+  - a checkpoint's manifest MUST go before its first shard;
+  - the newest whole checkpoint in the store is never removed.
+
+Every function may be killed at any moment and called again. Nothing in a store is trusted.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from runner.facts import Checkpoint
+from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
+from runner.storage.checksums import combine_chunks, crc32, describe_file
+from runner.storage.disk import Disk
+from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, in_parallel
+from vramfarm.protocol import (
+    CHUNK_BYTES,
+    MANIFEST,
+    TEMPORARY,
+    Manifest,
+    ProtocolError,
+    Ref,
+    Shard,
+    parse_manifest,
+    parse_name,
+)
+
+Progress = Callable[[float, str], None]
+
+OUTCOME: Final = "outcome.json"
+_NUM_THREADS: Final = 8
+_READ_ATTEMPTS: Final = 3
+_SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
+_MAX_ENTRIES: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a store holds of a job. `checkpoints` are whole by the store's own listing, oldest first."""
+
+    checkpoints: tuple[Checkpoint, ...]
+    unusable: tuple[str, ...]  # what is not, and why
+    outcome: Mapping[str, Any] | None  # what the job came to, as whoever ended it wrote it
+
+
+# ----------------------------------------------------------------------------------- survey
+
+
+def survey(store: Store, job: str) -> Survey:
+    """Look at all of a job in a store; reads manifests, no shard."""
+    outcome, problems = _read_outcome(store, job)
+    whole = []
+    for name, entries in _list_checkpoints(store, job).items():
+        if MANIFEST not in entries:
+            continue  # not there: its upload has not ended, or its removal has begun
+        try:
+            manifest = _read_manifest(store, job, name)
+            _expect_listed(manifest, entries)
+            whole.append(describe(manifest))
+        except (OffsiteError, ProtocolError) as error:
+            if isinstance(error, OffsiteError) and not error.final:
+                raise
+            problems.append(f"{name}: {error}")
+    whole.sort(key=lambda checkpoint: checkpoint.ref)
+    return Survey(checkpoints=tuple(whole), unusable=tuple(problems), outcome=outcome)
+
+
+def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, list[str]]:
+    raw = store.get(f"{job}/{OUTCOME}", limit_bytes=1 << 20)
+    if raw is None:
+        return None, []
+    try:
+        outcome = json.loads(raw)
+    except (ValueError, RecursionError):
+        outcome = None
+    return (outcome, []) if isinstance(outcome, dict) else (None, [f"{OUTCOME}: expected a JSON object"])
+
+
+def _list_checkpoints(store: Store, job: str) -> dict[str, dict[str, Entry]]:
+    """By checkpoint's name, what is in its folder. Names that are none are left out."""
+    prefix, found = f"{job}/checkpoints/", dict[str, dict[str, Entry]]()
+    for number, entry in enumerate(store.list(prefix)):
+        if number >= _MAX_ENTRIES:
+            raise OffsiteError(f"{store.address}/{prefix}: expected at most {_MAX_ENTRIES} objects", final=True)
+        name, _, path = entry.key.removeprefix(prefix).partition("/")
+        if path and _is_name(name):
+            found.setdefault(name, {})[path] = entry
+    return found
+
+
+def _is_name(name: str) -> bool:
+    try:
+        parse_name(name)
+    except ProtocolError:
+        return False
+    return True
+
+
+def _read_manifest(store: Store, job: str, name: str) -> Manifest:
+    key = f"{job}/checkpoints/{name}/{MANIFEST}"
+    raw = store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+    if raw is None:
+        raise OffsiteError(f"{store.address}/{key}: expected a manifest, found none", final=True, damaged=True)
+    try:
+        manifest = parse_manifest(raw)
+    except ProtocolError as error:
+        raise _damaged(store, key, str(error)) from None
+    if manifest.ref.name != name:
+        raise _damaged(store, key, f"expected the manifest of {name}, got that of {manifest.ref.name}")
+    return manifest
+
+
+def _damaged(store: Store, key: str, what: str) -> OffsiteError:
+    return OffsiteError(
+        f"{store.address}/{key}: {what}", hint="use an older checkpoint; this one is damaged", final=True, damaged=True
+    )
+
+
+def _expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
+    for shard in manifest.shards:
+        found = entries[shard.path].size_bytes if shard.path in entries else None
+        if found != shard.size_bytes:
+            raise ProtocolError(f"{shard.path}: expected {shard.size_bytes} bytes, got {found}")
+
+
+# ----------------------------------------------------------------------------------- upload
+
+
+def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress: Progress) -> None:
+    """
+    Bring a committed checkpoint into the store; when this returns the store has confirmed all of it.
+
+    `damaged` means that the bytes here are not those of the manifest: nothing of that shard was
+    sent, and what to do about it is the caller's decision.
+    """
+    manifest, source = directory.manifest(ref), directory.path(ref)
+    meter = _Meter(manifest.size_bytes, progress)
+    for shard in manifest.shards:
+        key = _key(job, ref, shard)
+        if _differs(store, key, shard):
+            store.put_file(key, source / shard.path, shard, partial(meter.add, shard.path))
+            if problem := _differs(store, key, shard):
+                raise OffsiteError(f"{store.address}/{key}: stored, but {problem}", final=False)
+        else:
+            meter.add(shard.path, shard.size_bytes)
+    _expect_listed_now(store, job, manifest)
+    _put_manifest(store, job, manifest, (source / MANIFEST).read_bytes())
+
+
+def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> None:
+    """The commit. A lost answer, or a copy that was restored and comes back, is no conflict."""
+    key = f"{job}/checkpoints/{manifest.ref.name}/{MANIFEST}"
+    if not store.put_new(key, raw) and _read_manifest(store, job, manifest.ref.name) != manifest:
+        raise OffsiteError(
+            f"{store.address}/{key}: expected no manifest or ours, got another one",
+            hint="does another run use this name? give this job a name of its own",
+            final=True,
+        )
+
+
+def _expect_listed_now(store: Store, job: str, manifest: Manifest) -> None:
+    """Just before the manifest: what was confirmed long ago may have been removed since."""
+    prefix = f"{job}/checkpoints/{manifest.ref.name}/"
+    entries = {entry.key.removeprefix(prefix): entry for entry in store.list(prefix)}
+    try:
+        _expect_listed(manifest, entries)
+    except ProtocolError as error:
+        raise OffsiteError(f"{store.address}/{prefix}: {error}", final=False) from None
+
+
+def _key(job: str, ref: Ref, shard: Shard) -> str:
+    return f"{job}/checkpoints/{ref.name}/{shard.path}"
+
+
+def _differs(store: Store, key: str, shard: Shard) -> str:
+    """How an object differs from a shard; empty if it is the same by size and checksum."""
+    expected, found = _expected_head(shard), store.head(key)
+    if found is None:
+        return "it is not there"
+    if found.size_bytes == shard.size_bytes and found.crc32 is None:
+        return _read_back(store, key, shard)
+    return "" if found == expected else f"expected {_words(expected)}, got {_words(found)}"
+
+
+def _read_back(store: Store, key: str, shard: Shard) -> str:
+    """For a store that keeps no checksums."""
+
+    def is_same(index: int) -> bool:
+        return crc32(store.read(key, index * CHUNK_BYTES, CHUNK_BYTES)) == shard.checksums[index]
+
+    wrong = [i for i, same in enumerate(in_parallel(is_same, [*range(len(shard.checksums))], _NUM_THREADS)) if not same]
+    return f"chunk {wrong[0]} has other bytes" if wrong else ""
+
+
+def _expected_head(shard: Shard) -> Head:
+    return Head(size_bytes=shard.size_bytes, crc32=combine_chunks(shard.checksums, shard.size_bytes))
+
+
+def _words(head: Head) -> str:
+    return f"{head.size_bytes} bytes" + ("" if head.crc32 is None else f" with crc32 {head.crc32:08x}")
+
+
+# ----------------------------------------------------------------------------------- verify
+
+
+def verify(store: Store, job: str, ref: Ref) -> Manifest:
+    """The manifest of a checkpoint whose every shard has its size and checksum, as the store reports them."""
+    manifest = _read_manifest(store, job, ref.name)
+    for shard in manifest.shards:
+        key = _key(job, ref, shard)
+        if problem := _differs(store, key, shard):
+            raise _damaged(store, key, problem)
+    return manifest
+
+
+# ---------------------------------------------------------------------------------- restore
+
+
+def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress: Progress) -> Checkpoint:
+    """
+    Bring a checkpoint back and commit it. Every chunk is compared on its way; those that are
+    here from an earlier, killed call are not fetched again. `damaged`: take the next older.
+    """
+    for checkpoint in directory.committed():
+        if checkpoint.ref == ref:
+            return checkpoint
+    manifest = _read_manifest(store, job, ref.name)
+    if manifest.ref != ref:
+        raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
+    folder = directory.root / f"{TEMPORARY}restore-{ref.name}"
+    try:
+        directory.root.mkdir(parents=True, exist_ok=True)
+        _make_room(directory.disk, folder, manifest)
+        _fetch_all(store, job, manifest, _Target(directory.disk, folder), progress)
+        return directory.adopt(folder, manifest)
+    except OSError as error:
+        raise OffsiteError(f"{error.filename or folder}: {error.strerror}", final=False) from error
+
+
+def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
+    """Files for the shards, empty or from an earlier call; an error if the disk cannot hold the rest."""
+    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))  # files may have holes
+    needed, free = manifest.size_bytes - there + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise OffsiteError(
+            f"{folder.parent}: expected {needed / 1e9:.1f} GB free to restore {manifest.ref.name}, got {free / 1e9:.1f}",
+            hint="free some space, or rent a machine with a larger disk",
+            final=True,
+        )
+    for shard in manifest.shards:
+        path = folder / shard.path
+        for between in reversed(path.relative_to(folder.parent).parents[:-1]):
+            disk.make_folder(folder.parent / between)
+        if path.exists() and path.stat().st_size > shard.size_bytes:
+            disk.remove(path)
+        disk.write_at(path, 0, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    disk: Disk
+    folder: Path
+
+
+def _fetch_all(store: Store, job: str, manifest: Manifest, target: _Target, progress: Progress) -> None:
+    meter = _Meter(manifest.size_bytes, progress)
+
+    def fetch(chunk: tuple[Shard, int]) -> None:
+        shard, index = chunk
+        if not _is_here(target.folder / shard.path, shard, index):
+            content = _fetch_chunk(store, _key(job, manifest.ref, shard), shard, index)
+            target.disk.write_at(target.folder / shard.path, index * CHUNK_BYTES, content)
+        meter.add(shard.path, _chunk_size(shard, index))
+
+    in_parallel(fetch, [(shard, i) for shard in manifest.shards for i in range(len(shard.checksums))], _NUM_THREADS)
+
+
+def _is_here(path: Path, shard: Shard, index: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(index * CHUNK_BYTES)
+        return _is_chunk(file.read(_chunk_size(shard, index)), shard, index)
+
+
+def _fetch_chunk(store: Store, key: str, shard: Shard, index: int) -> bytes:
+    for _ in range(_READ_ATTEMPTS):  # bytes may be damaged on their way, too
+        content = store.read(key, index * CHUNK_BYTES, _chunk_size(shard, index))
+        if _is_chunk(content, shard, index):
+            return content
+    raise _damaged(store, key, f"chunk {index}: expected crc32 {shard.checksums[index]:08x}, got {crc32(content):08x}")
+
+
+def _is_chunk(content: bytes, shard: Shard, index: int) -> bool:
+    return len(content) == _chunk_size(shard, index) and crc32(content) == shard.checksums[index]
+
+
+def _chunk_size(shard: Shard, index: int) -> int:
+    return min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)
+
+
+# ------------------------------------------------------------------------------------- tidy
+
+
+def tidy(store: Store, job: str, *, keep_last: int, pinned: Iterable[Ref] = ()) -> tuple[str, ...]:
+    """
+    Keep the newest whole checkpoints and those that are pinned; remove older ones, and what
+    uploads left behind that had ended before the newest whole one was complete.
+
+    Pin what is being uploaded. Returns the names of what was removed.
+    """
+    whole = survey(store, job).checkpoints
+    if not whole:
+        return ()
+    kept = {checkpoint.ref.name for checkpoint in whole[-max(1, keep_last) :]} | {ref.name for ref in pinned}
+    listed = _list_checkpoints(store, job)
+    since = listed[whole[-1].ref.name][MANIFEST].modified_at
+    old = [checkpoint.ref.name for checkpoint in whole]
+    abandoned = [name for name, entries in listed.items() if _is_abandoned(entries, since)]
+    removed = [name for name in [*old, *abandoned] if name not in kept]
+    for name in removed:
+        _remove(store, f"{job}/checkpoints/{name}/", listed[name])
+    prefix = f"{job}/checkpoints/"
+    store.abort(prefix, since, lambda key: key.removeprefix(prefix).partition("/")[0] in kept)
+    return tuple(removed)
+
+
+def _is_abandoned(entries: Mapping[str, Entry], since: datetime) -> bool:
+    """One uploader, one checkpoint at a time: shards without a manifest that are older than a later commit are nobody's."""
+    return MANIFEST not in entries and all(entry.modified_at < since for entry in entries.values())
+
+
+def _remove(store: Store, prefix: str, entries: Mapping[str, Entry]) -> None:
+    store.delete(prefix + MANIFEST)
+    in_parallel(lambda path: store.delete(prefix + path), [p for p in entries if p != MANIFEST], _NUM_THREADS)
+
+
+# ---------------------------------------------------------------------------------- publish
+
+
+def publish(store: Store, job: str, files: Mapping[str, Path | bytes]) -> None:
+    """Store files of the run under the job's name, in the order given; what is there unchanged is not sent."""
+    for name, source in files.items():
+        key = f"{job}/{name}"
+        if isinstance(source, bytes):
+            store.put(key, source)
+            continue
+        try:
+            _publish_file(store, key, source)
+        except OSError as error:
+            raise OffsiteError(f"{source}: {error.strerror}", final=False) from error
+
+
+def _publish_file(store: Store, key: str, source: Path) -> None:
+    """The file as it is now; a log may grow meanwhile."""
+    shard = describe_file(source, source.name)
+    if store.head(key) == _expected_head(shard):
+        return
+    if shard.size_bytes <= CHUNK_BYTES:
+        store.put(key, source.read_bytes())
+    else:
+        store.put_file(key, source, shard, lambda _: None)
+
+
+# --------------------------------------------------------------------------------- progress
+
+
+class _Meter:
+    """Adds up bytes from several threads and tells each whole percent."""
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total = total_bytes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._told = -1
+
+    def add(self, note: str, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes += num_bytes
+            percent = 100 * self._bytes // max(1, self._total)
+            if percent > self._told:
+                self._told = percent
+                self._progress(min(1.0, percent / 100), note)
