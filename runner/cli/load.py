@@ -37,6 +37,8 @@ DATE_VARIABLE: Final = "RUNNER_DATE"
 WORKSPACE_VARIABLE: Final = "VRAMFARM_WORKSPACE"
 
 _PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
+_KNOWN: Final = ("{workspace}", "{name}", "{date}", "{config_dir}")
+_KNOWN_TEXT: Final = "{workspace}, {name}, {date} or {config_dir}"
 _EXPLAIN: Final = (
     "vramfarm-runner validate job.yaml checks it without starting anything; docs/job-yaml.md has every key"
 )
@@ -62,8 +64,8 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     name, text, folder = _read(source, env)
     job, root = _parse(name, text)
     workspace = workspace_of(env)
+    _refuse(name, list(_unfillable(job, root)))
     filled = job.fill(workspace=str(workspace), date=_date(env), config_dir=str(folder))
-    _refuse(name, list(_unfilled(filled, root)))
     return LoadedJob(job=filled, text=text, path=name, folder=folder, workspace=workspace)
 
 
@@ -196,7 +198,7 @@ def _with_text_env(root: Mapped) -> Mapped:
     return Mapped(root.line, entries, root.lines, root.size)
 
 
-def _unfilled(job: Job, root: Node) -> Iterator[Problem]:
+def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
     """A placeholder that nothing fills would become a folder of that name."""
     texts = [
         ("workdir", job.workdir or ""),
@@ -209,9 +211,8 @@ def _unfilled(job: Job, root: Node) -> Iterator[Problem]:
         ("source.archive", job.source.archive if isinstance(job.source, ArchiveSource) else ""),
     ]
     for name, text in texts:
-        for placeholder in _PLACEHOLDER.findall(text):
-            known = "{workspace}, {name}, {date} or {config_dir}"
-            yield Problem(_line(root, name), f"{name}: expected {known}, found {placeholder}")
+        for placeholder in set(_PLACEHOLDER.findall(text)).difference(_KNOWN):
+            yield Problem(_line(root, name), f"{name}: expected {_KNOWN_TEXT}, found {placeholder}")
 
 
 def _line(root: Node, name: str) -> int:

@@ -1,0 +1,396 @@
+"""The command line as a process: exit codes, what goes to which stream, what a run's folder says."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from runner.cli.main import COMMANDS
+from runner.storage.checksums import crc32
+from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
+
+JOB = "name: llama\ncommand: train.py --lr 2e-5\noffload: {to: s3://bucket/runs}\nlimits: {max_duration: 12h}\n"
+
+
+def write_run(folder: Path, **fields) -> Path:
+    """A run folder with the status of a run that goes well."""
+    status = {
+        "job": folder.name,
+        "phase": "RUNNING",
+        "step": 500,
+        "max_steps": 1000,
+        "loss": 2.34567,
+        "steps_per_s": 2.0,
+        "eta_s": 250.0,
+        "attempt": 1,
+        "verdict": None,
+        "checkpoints": [
+            {"step": 400, "id": "0123abcd", "lineage": 1, "local": True, "offsite": True, "verified": True},
+            {"step": 500, "id": "4567cdef", "lineage": 1, "local": True, "offsite": False, "verified": False},
+        ],
+        "deadline_at": (datetime.now(UTC) + timedelta(hours=2, seconds=30)).isoformat(),
+        "cost": "1.20 EUR",
+        "server": "m-1",
+        "outcome": None,
+        "exit_code": None,
+        "message": "checkpoint step-00000500-4567cdef committed: 12.4 GB in 9.1s",
+        "updated_at": datetime.now(UTC).isoformat(),
+    }
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps(status | fields))
+    (folder / "lock").touch()
+    return folder
+
+
+def write_checkpoint(root: Path, step: int, content: bytes) -> Path:
+    """A committed checkpoint of one shard."""
+    shard = Shard(shard_name(0, 1), len(content), (crc32(content),))
+    written_at = datetime.now(UTC).isoformat()
+    manifest = Manifest("llama", 1, step, "0123abcd", 1, 1, written_at, "crc32", (shard,))
+    folder = root / manifest.ref.name
+    folder.mkdir(parents=True)
+    (folder / shard.path).write_bytes(content)
+    (folder / "MANIFEST.json").write_bytes(dump_manifest(manifest))
+    return folder
+
+
+@pytest.fixture
+def held_lock():
+    """Hold the lock of a run as its runner does."""
+    files = []
+
+    def hold(run_dir: Path) -> None:
+        files.append((run_dir / "lock").open("a"))
+        fcntl.flock(files[-1], fcntl.LOCK_EX)
+
+    yield hold
+    for file in files:
+        file.close()
+
+
+# ------------------------------------------------------------------------------ all commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(cli, name):
+    """
+    `COMMAND --help` is data on standard output.
+    """
+    done = cli(name, "--help")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert done.stdout.startswith("usage: ")
+
+
+def test_help_lists_every_command(cli):
+    """
+    Nobody has to read the documentation to find a command.
+    """
+    done = cli("--help")
+
+    assert [] == [name for name in COMMANDS if f"\n  {name} " not in done.stdout]
+
+
+def test_version(cli):
+    """
+    The version is one line of data.
+    """
+    assert "vramfarm-runner 0.1.0\n" == cli("--version").stdout
+
+
+@pytest.mark.parametrize("arguments", [["frob"], ["validate", "--frob"], ["status", "a", "b"], ["--frob"]])
+def test_wrong_usage_is_2(cli, arguments):
+    """
+    A command line that cannot be read ends with 2 before anything is done.
+    """
+    done = cli(*arguments)
+
+    assert (2, "") == (done.returncode, done.stdout)
+    assert "error: " in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    """
+    `vramfarm-runner status --json | head -1` prints no traceback.
+    """
+    write_run(tmp_path / "llama", message="x" * 1_000_000)
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "status", "--json", str(tmp_path / "llama")],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=30,
+        check=False,
+    )
+    os.close(writer)
+
+    assert (141, b"") == (done.returncode, done.stderr)
+
+
+def test_a_fault_of_ours_leaves_a_report_without_secrets(tmp_path, cli):
+    """
+    What nobody expected becomes a file to send in: traceback, versions, arguments, and no secret.
+    """
+    folder = write_run(tmp_path / "llama", checkpoints=7)
+
+    done = cli("status", str(folder), TMPDIR=str(tmp_path), HF_TOKEN=str(tmp_path))
+
+    (report,) = tmp_path.glob("bug-*.txt")
+    assert 1 == done.returncode
+    assert done.stderr.endswith(f"the report is {report}\n")
+    text = report.read_text()
+    assert "Traceback" in text
+    assert f"arguments: status $HF_TOKEN/{folder.name}" in text
+    assert str(tmp_path) not in text
+
+
+# ---------------------------------------------------------------------------------- validate
+
+
+def test_validate_says_what_would_happen(tmp_path, cli):
+    """
+    Where copies go, when the server stops, what gives up: in words, on standard output.
+    """
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    done = cli("validate", "job.yaml")
+
+    assert (0, "") == (done.returncode, done.stderr)
+    for expected in (
+        "torchrun train.py --lr 2e-5",
+        "every 30m",
+        "s3://bucket/runs/llama",
+        "12h; then the server stops",
+    ):
+        assert expected in done.stdout
+
+
+def test_validate_warns_when_nothing_leaves_the_machine(tmp_path, cli):
+    """
+    A server's disk goes with the server.
+    """
+    (tmp_path / "job.yaml").write_text("name: a\ncommand: t.py\nsecrets: [NO_SUCH_SECRET]\n")
+
+    done = json.loads(cli("validate", "job.yaml", "--json").stdout)
+
+    assert ["offload.to", "NO_SUCH_SECRET"] == [warning.split(":")[0] for warning in done["warnings"]]
+
+
+def test_validate_json_is_the_whole_job_and_can_be_read_back(tmp_path, cli):
+    """
+    What it prints with every default is a job.yaml itself, and the same job.
+    """
+    (tmp_path / "job.yaml").write_text(JOB)
+    first = json.loads(cli("validate", "--json", "job.yaml").stdout)["job"]
+    (tmp_path / "again.yaml").write_text(json.dumps({k: v for k, v in first.items() if v is not None}))
+
+    again = json.loads(cli("validate", "--json", "again.yaml").stdout)["job"]
+
+    assert "30m" == first["checkpoint"]["save_interval"]
+    assert first == again
+
+
+def test_a_wrong_job_is_2_with_a_line_for_each_mistake(tmp_path, cli):
+    """
+    Standard error has every mistake, then what to do.
+    """
+    (tmp_path / "job.yaml").write_text("comand: t\ncards: 0\n")
+
+    done = cli("validate", "job.yaml")
+
+    expected = [
+        "error: job.yaml:1: command: missing; say what to run, such as command: train.py",
+        "error: job.yaml:1: comand: unknown key, did you mean 'command'?",
+        "error: job.yaml:2: cards: must be all, or 1 to 64, got 0",
+    ]
+    assert (2, "") == (done.returncode, done.stdout)
+    assert sorted(expected) == sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "hint: vramfarm-runner validate job.yaml" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["stdin", "variable"])
+def test_a_job_without_a_file(cli, how):
+    """
+    A job may come through a pipe or the environment.
+    """
+    done = cli("validate", "-", stdin=JOB) if how == "stdin" else cli("validate", RUNNER_JOB=JOB)
+
+    assert 0 == done.returncode
+    assert "llama" in done.stdout
+
+
+# ------------------------------------------------------------------------------------ status
+
+
+def test_status_for_a_person(tmp_path, cli, held_lock):
+    """
+    Five lines: how far, what last, what is safe, until when, how fresh.
+    """
+    held_lock(write_run(tmp_path / "llama"))
+
+    lines = cli("status").stdout.splitlines()
+
+    expected = [
+        "llama  running  step 500/1000  loss 2.346  2 steps/s  4m 10s left",
+        "  checkpoint step-00000500-4567cdef committed: 12.4 GB in 9.1s",
+        "  attempt 1, 2 checkpoints, 1 verified in the store, the newest at step 500",
+        "  the server stops at the latest in 2h 00m, cost so far 1.20 EUR, server m-1",
+    ]
+    assert expected == lines[:4]
+    assert lines[4].startswith("  as of ")
+
+
+def test_status_json_is_the_file_and_whether_the_runner_lives(tmp_path, cli, held_lock):
+    """
+    A script gets all of it.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    written = json.loads((run_dir / "status.json").read_text())
+
+    dead = json.loads(cli("status", "llama", "--json").stdout)
+    held_lock(run_dir)
+    alive = json.loads(cli("status", "llama", "--json").stdout)
+
+    assert written | {"runner_alive": False} == dead
+    assert written | {"runner_alive": True} == alive
+
+
+def test_status_says_that_the_runner_is_gone(tmp_path, cli):
+    """
+    RUNNING in a file that nobody writes any more is not running.
+    """
+    write_run(tmp_path / "llama")
+
+    done = cli("status")
+
+    assert "llama  not running" in done.stdout
+    assert "start it again with the same job.yaml" in done.stdout
+
+
+def test_status_of_a_run_that_is_over(tmp_path, cli):
+    """
+    The outcome and its exit code stand where the phase stood.
+    """
+    write_run(tmp_path / "llama", outcome="succeeded", exit_code=0, phase="STOPPED")
+
+    assert "llama  succeeded (exit code 0)  step 500/1000" in cli("status").stdout
+
+
+@pytest.mark.parametrize("how", ["newest", "name", "folder", "job.yaml"])
+def test_a_run_is_found(tmp_path, cli, how):
+    """
+    By nothing (the newest), its name, its folder, or its job.yaml.
+    """
+    old = write_run(tmp_path / "old")
+    os.utime(old / "status.json", (1, 1))
+    new = write_run(tmp_path / "llama")
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    arguments = {"newest": [], "name": ["llama"], "folder": [str(new)], "job.yaml": ["job.yaml"]}[how]
+
+    assert "llama" == json.loads(cli("status", "--json", *arguments).stdout)["job"]
+
+
+def test_a_run_that_is_not_there_names_those_that_are(tmp_path, cli):
+    """
+    A wrong name is a wrong command line.
+    """
+    write_run(tmp_path / "llama")
+
+    done = cli("status", "lama")
+
+    assert 2 == done.returncode
+    assert f"error: lama: expected a run folder, a name in {tmp_path}, or a job.yaml; runs there: llama" in done.stderr
+
+
+# -------------------------------------------------------------------------------------- stop
+
+
+def test_stop_leaves_a_request_that_outlives_it(tmp_path, cli, held_lock):
+    """
+    The request is a file of the run, so the next runner finds it as well as this one.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    held_lock(run_dir)
+
+    done = cli("stop", "llama")
+
+    assert (0, True) == (done.returncode, (run_dir / "stop").exists())
+    assert "end with exit code 8" in done.stdout
+
+
+def test_stop_without_a_runner_says_so(tmp_path, cli):
+    """
+    Nobody waits for a runner that is not there.
+    """
+    run_dir = write_run(tmp_path / "llama")
+
+    done = cli("stop")
+
+    assert "has no live runner" in done.stdout
+    assert f"rm {run_dir / 'stop'}" in done.stdout
+
+
+def test_stop_of_a_run_that_is_over_changes_nothing(tmp_path, cli):
+    """
+    A request in a run that is over would stop the one that goes on from it.
+    """
+    run_dir = write_run(tmp_path / "llama", outcome="succeeded")
+
+    done = cli("stop")
+
+    assert "llama is over already: succeeded\n" == done.stdout
+    assert not (run_dir / "stop").exists()
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_ls(tmp_path, cli):
+    """
+    What is here and what is known to be in the store, oldest first.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    write_checkpoint(run_dir / "checkpoints", 400, b"x" * 2000)
+    write_checkpoint(run_dir / "checkpoints", 500, b"y" * 1000)
+
+    rows = [line.split() for line in cli("checkpoints", "ls").stdout.splitlines()]
+
+    assert ["STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED"] == rows[0]
+    assert ["400", "0123abcd", "1", "2.0", "kB"] == rows[1][:5]
+    assert ["local", "offsite", "in", "the", "store"] == rows[1][-5:]
+    assert ["local", "no"] == rows[2][-2:]
+
+
+def test_checkpoints_ls_json(tmp_path, cli):
+    """
+    The same for scripts.
+    """
+    write_checkpoint(write_run(tmp_path / "llama") / "checkpoints", 400, b"x")
+
+    (row,) = json.loads(cli("checkpoints", "ls", "--json").stdout)
+
+    assert (400, 1, True, True) == (row["step"], row["size_bytes"], row["local"], row["offsite"])
+
+
+def test_checkpoints_verify_reads_every_byte(tmp_path, cli):
+    """
+    A flipped bit is found, named, and is exit code 4.
+    """
+    folder = write_checkpoint(write_run(tmp_path / "llama") / "checkpoints", 400, b"x" * 2000)
+    before = cli("checkpoints", "verify")
+    (folder / shard_name(0, 1)).write_bytes(b"x" * 1999 + b"z")
+
+    after = cli("checkpoints", "verify", "--json")
+
+    assert (0, f"{folder.name}  every byte is what its manifest says\n") == (before.returncode, before.stdout)
+    assert 4 == after.returncode
+    assert 1 == len(json.loads(after.stdout)["checkpoints"][folder.name])
+    assert shard_name(0, 1) in after.stderr
