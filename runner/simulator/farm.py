@@ -1,0 +1,428 @@
+"""
+The farm: what may be asked of it, and `tick`, which moves every server on.
+
+`tick` looks at the store and the host and does the next thing; nothing is remembered between
+two ticks, so a farm that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from runner.simulator.billing import billed_minutes, cost
+from runner.simulator.catalogue import MACHINES, choose
+from runner.simulator.host import KILLED, WORKSPACE, Host
+from runner.simulator.model import (
+    Billing,
+    Container,
+    Email,
+    Event,
+    Fault,
+    Idle,
+    Machine,
+    Policy,
+    Rented,
+    Save,
+    SaveSpec,
+    Server,
+    ServerCreate,
+    ServerUpdate,
+    State,
+    Stopping,
+    StopRequest,
+)
+from runner.simulator.problem import Problem
+from runner.simulator.store import Store
+
+IMAGE_ARGS: Final = ("sleep", "infinity")  # what a server without args of its own runs
+_NEXT: Final[Mapping[State, State]] = {
+    State.QUEUED: State.PROVISIONING,
+    State.PROVISIONING: State.PULLING,
+    State.PULLING: State.RUNNING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast the farm is, in seconds."""
+
+    stage: float = 0.2  # each of queued, provisioning, pulling
+    restart: float = 1.0  # from a container's exit to its next start
+    tick: float = 0.1
+
+
+class Farm:
+    """One account with its servers. Thread-safe: whatever changes something is one transaction of the store."""
+
+    def __init__(
+        self,
+        state: Path,
+        *,
+        api_url: str,
+        pace: Pace | None = None,
+        machines: Sequence[Machine] = MACHINES,
+        deposit: Decimal = Decimal(100),
+    ) -> None:
+        self.state = state
+        self.pace = pace or Pace()
+        self.machines = tuple(machines)
+        self.host = Host(state)
+        self.store = Store(state / "farm.sqlite")
+        self.leaving: set[str] = set()  # servers whose container is not to be started again by this process
+        self.faults: list[Fault] = []
+        self._api_url = api_url
+        self.account_key = self._setting("account_key", f"vfa_{secrets.token_hex(16)}")
+        self._deposit = Decimal(self._setting("deposit", str(deposit)))
+
+    # ---------------------------------------------------------------------------- clock
+
+    def now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=int(self.store.text("setting", "clock") or 0))
+
+    def advance(self, seconds: int) -> datetime:
+        with self.store.transaction():
+            ahead = int(self.store.text("setting", "clock") or 0) + seconds
+            self.store.put("setting", "clock", str(ahead))
+            return self.now()
+
+    # -------------------------------------------------------------------------- servers
+
+    def find(self, server_id: str) -> Rented:
+        rented = self.store.get(Rented, server_id)
+        if rented is None:
+            raise Problem(404, f"{server_id}: no such server")
+        return rented
+
+    def servers(self) -> list[Rented]:
+        """Newest first."""
+        return self.store.all(Rented)[::-1]
+
+    def server_of(self, key: str) -> Rented | None:
+        return next((rented for rented in self.store.all(Rented) if rented.key == key), None)
+
+    def show(self, rented: Rented) -> dict[str, Any]:
+        """The server as the API answers it, with its bill up to now."""
+        server = rented.server.model_copy(deep=True)
+        server.billing = self.bill(server)
+        if server.state is State.RUNNING:
+            server.actions = ["stop", "save", "update"]
+        elif not server.state.is_final:
+            server.actions = ["stop"]
+        return server.model_dump(mode="json")
+
+    def bill(self, server: Server) -> Billing:
+        billing = server.billing
+        minutes = billed_minutes(billing.started_at, billing.ended_at or self.now())
+        return billing.model_copy(
+            update={"billed_minutes": minutes, "cost": cost(minutes, billing.price_per_hour)},
+        )
+
+    def create(self, wish: ServerCreate) -> Rented:
+        """Rent the cheapest machine that fits; answered as soon as the server is queued."""
+        with self.store.transaction():
+            self._check(wish)
+            machine = choose(self.machines, wish)
+            if machine is None:
+                detail = f"no machine with {wish.count} x {wish.gpu or wish.machine_id} that fits this wish is free"
+                raise Problem(409, detail, code="no_capacity")
+            if self.balance() < machine.price_per_hour:
+                raise Problem(
+                    402,
+                    f"one hour of this machine costs {machine.price_per_hour} EUR and the balance is {self.balance()} EUR",
+                    required=str(machine.price_per_hour),
+                    available=str(self.balance()),
+                    currency="EUR",
+                )
+            rented = _new_server(wish, machine, self.now())
+            self._put(rented)
+            self._event(rented, "server.state_changed", state=State.QUEUED)
+            return rented
+
+    def update(self, server_id: str, wish: ServerUpdate) -> Rented:
+        with self.store.transaction():
+            rented = self.find(server_id)
+            if rented.stop or rented.server.state.is_final:
+                raise Problem(409, f"{server_id} is {rented.server.state}")
+            if wish.idle_detection and wish.idle_detection.enabled and rented.server.kind == "docker_image":
+                raise Problem(422, "servers of an own image are never stopped for idling", code="idle_stop_unavailable")
+            for name in wish.model_fields_set & {"label", "deadline_at"}:
+                setattr(rented.server, name, getattr(wish, name))
+            if "deadline_save" in wish.model_fields_set:
+                rented.deadline_save = wish.deadline_save
+            self._put(rented)
+            return rented
+
+    def stop(self, server_id: str, wish: StopRequest) -> tuple[Rented, bool]:
+        """Begin the stop; returns the server and whether this call began it."""
+        with self.store.transaction():
+            rented = self.find(server_id)
+            if rented.server.state.is_final:
+                return rented, False
+            if rented.stop is not None:
+                if rented.stop.wish.save != wish.save:
+                    raise Problem(409, "a stop that saves something else is under way", code="stop_in_progress")
+                return rented, False
+            self._begin_stop(rented, wish, wish.reason)
+            return rented, True
+
+    def end_container(self, server_id: str, code: int) -> None:
+        """The container ends now, with this code, whatever it does."""
+        with self.store.transaction():
+            self.host.kill(server_id, code=code, number=self.find(server_id).server.container.restart_count)
+
+    # ---------------------------------------------------------------------------- saves
+
+    def save(self, server_id: str, spec: SaveSpec) -> Save:
+        """Save a folder without stopping."""
+        with self.store.transaction():
+            rented = self.find(server_id)
+            if rented.server.state is not State.RUNNING:
+                raise Problem(409, f"{server_id} is {rented.server.state}, not running")
+            save = self._save(rented, spec)
+            self.store.put("Save", save.id, save, owner=server_id)
+            return save
+
+    def find_save(self, save_id: str) -> Save:
+        save = self.store.get(Save, save_id)
+        if save is None:
+            raise Problem(404, f"{save_id}: no such save")
+        return save
+
+    def delete_save(self, save_id: str) -> None:
+        with self.store.transaction():
+            self.find_save(save_id)
+            self.store.delete(Save, save_id)
+            self.host.delete_save(save_id)
+
+    # -------------------------------------------------------------------------- account
+
+    def balance(self) -> Decimal:
+        return self._deposit - sum((self.bill(rented.server).cost for rented in self.servers()), Decimal(0))
+
+    def burn(self) -> Decimal:
+        billed = (r.server for r in self.servers() if r.server.billing.started_at and not r.server.billing.ended_at)
+        return sum((server.billing.price_per_hour for server in billed), Decimal(0))
+
+    # ----------------------------------------------------------------------------- tick
+
+    def tick(self) -> None:
+        """Move every server on by what is due."""
+        with self.store.transaction():
+            for rented in self.store.all(Rented):
+                if not rented.server.state.is_final:
+                    self._advance(rented)
+
+    def _advance(self, rented: Rented) -> None:
+        server = rented.server
+        if server.container.state == "running" and not self.host.is_running(server.id):
+            self._record_exit(rented)
+        elif rented.stop is not None:
+            self._go_on_stopping(rented, rented.stop)
+        elif server.state in _NEXT:
+            if self.now() - server.state_changed_at >= timedelta(seconds=self.pace.stage):
+                self._enter(rented, _NEXT[server.state])
+        elif (why := self._why_stop(rented)) is not None:
+            self._begin_stop(rented, StopRequest(save=why[1], on_save_failure="stop_anyway"), why[0])
+        elif self._wants_container(server):
+            self._start_container(rented)
+
+    def _why_stop(self, rented: Rented) -> tuple[str, SaveSpec | None] | None:
+        """What the provider itself stops a server for, and what it keeps."""
+        server, now = rented.server, self.now()
+        if server.deadline_at is not None and server.deadline_at <= now:
+            return "deadline", rented.deadline_save
+        if server.rental_ends_at is not None and server.rental_ends_at <= now:
+            return "rental_ended", SaveSpec(path=str(WORKSPACE))
+        if self.balance() <= 0:
+            return "balance_exhausted", SaveSpec(path=str(WORKSPACE))
+        return None
+
+    def _wants_container(self, server: Server) -> bool:
+        if server.id in self.leaving or server.container.state == "running":
+            return False
+        if server.container.exited_at is None:
+            return True
+        wanted = server.restart_policy is Policy.ALWAYS or (
+            server.restart_policy is Policy.ON_FAILURE and server.container.exit_code != 0
+        )
+        return wanted and self.now() - server.container.exited_at >= timedelta(seconds=self.pace.restart)
+
+    def _start_container(self, rented: Rented) -> None:
+        server = rented.server
+        first = server.container.started_at is None
+        if first and rented.restore_save_id:
+            self.host.disk(server.id).mkdir(parents=True, exist_ok=True)
+            self.host.restore(server.id, self.find_save(rented.restore_save_id).path, rented.restore_save_id)
+        number = 0 if first else server.container.restart_count + 1
+        server.container = Container(state="running", restart_count=number, started_at=self.now())
+        self._put(rented)
+        if not first:
+            self._event(rented, "container.restarted", restart_count=number)
+        self.host.start(server.id, server.args or IMAGE_ARGS, self._environment(rented), number)
+
+    def _environment(self, rented: Rented) -> dict[str, str]:
+        server = rented.server
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VRAMFARM_")}
+        given = {
+            "VRAMFARM_SERVER_ID": server.id,
+            "VRAMFARM_API_URL": self._api_url,
+            "VRAMFARM_API_KEY": rented.key,
+            "VRAMFARM_GPU": server.machine.gpu,
+            "VRAMFARM_GPU_COUNT": str(server.count),
+            "VRAMFARM_WORKSPACE": str(self.host.disk(server.id).resolve()),
+            "VRAMFARM_RENTAL_ENDS_AT": server.rental_ends_at.isoformat() if server.rental_ends_at else "",
+            "VRAMFARM_PRICE_PER_HOUR": str(server.billing.price_per_hour),
+            "VRAMFARM_RESTART_COUNT": str(server.container.restart_count),
+        }
+        return inherited | server.env | rented.secrets | given
+
+    def _record_exit(self, rented: Rented) -> None:
+        box = rented.server.container
+        box.state, box.exited_at = "exited", self.now()
+        box.exit_code = self.host.exit_code(rented.server.id, box.restart_count)
+        self._put(rented)
+        self._event(rented, "container.exited", exit_code=box.exit_code)
+
+    # ----------------------------------------------------------------------------- stop
+
+    def _begin_stop(self, rented: Rented, wish: StopRequest, reason: str) -> None:
+        rented.stop = Stopping(wish=wish, reason=reason)
+        self._enter(rented, State.STOPPING if wish.save is None else State.SAVING, reason)
+
+    def _go_on_stopping(self, rented: Rented, stop: Stopping) -> None:
+        """SIGTERM, the grace, SIGKILL, the save, the end of the disk: one of them."""
+        server = rented.server
+        if server.container.state == "running":
+            self._push(rented, stop)
+        elif server.state is State.SAVING and stop.wish.save is not None:
+            self._save_and_go_on(rented, stop, stop.wish.save)
+        else:
+            self.host.delete_disk(server.id)
+            self._enter(rented, State.STOPPED, stop.reason)
+
+    def _push(self, rented: Rented, stop: Stopping) -> None:
+        if stop.term_at is None:
+            stop.term_at = self.now()
+            self._put(rented)
+            self.host.terminate(rented.server.id)
+        elif self.now() - stop.term_at >= timedelta(seconds=stop.wish.grace_seconds):
+            self.host.kill(rented.server.id, code=KILLED, number=rented.server.container.restart_count)
+
+    def _save_and_go_on(self, rented: Rented, stop: Stopping, spec: SaveSpec) -> None:
+        server = rented.server
+        server.save = self._save(rented, spec)
+        self.store.put("Save", server.save.id, server.save, owner=server.id)
+        if server.save.state == "complete" or stop.wish.on_save_failure == "stop_anyway":
+            self._enter(rented, State.STOPPING, stop.reason)
+            return
+        rented.stop = None
+        self._enter(rented, State.RUNNING, "save_failed")
+
+    def _save(self, rented: Rented, spec: SaveSpec) -> Save:
+        """A save, complete or failed. A fault of `createSave` lets it fail."""
+        server, now = rented.server, self.now()
+        save = Save(id=_new_id("sav"), server_id=server.id, path=spec.path, name=spec.name, created_at=now)
+        try:
+            if self.take_fault("createSave"):
+                raise OSError("the store of saves does not answer")  # noqa: TRY301  # the same way out as a real one
+            save.bytes, save.files = self.host.keep(server.id, spec.path, save.id)
+            save.state, save.completed_at = "complete", self.now()
+        except OSError as error:
+            save.state, save.error = "failed", str(error)
+        self._event(rented, f"save.{save.state}", save_id=save.id)
+        return save
+
+    def take_fault(self, operation: str) -> Fault | None:
+        """The next fault injected into an operation, used up by one."""
+        with self.store.transaction():
+            fault = next((f for f in self.faults if f.operation == operation), None)
+            if fault is not None:
+                fault.times -= 1
+                self.faults = [f for f in self.faults if f.times > 0]
+            return fault
+
+    # ---------------------------------------------------------------------------- store
+
+    def events(self, server_id: str) -> list[Event]:
+        return self.store.all(Event, owner=server_id)
+
+    def emails(self) -> list[Email]:
+        return self.store.all(Email)
+
+    def _enter(self, rented: Rented, state: State, reason: str | None = None) -> None:
+        server, now = rented.server, self.now()
+        server.state, server.state_reason, server.state_changed_at = state, reason, now
+        if state is State.RUNNING and server.billing.started_at is None:
+            server.billing.started_at = now
+        if state.is_final and server.billing.started_at is not None:
+            server.billing.ended_at = now
+        self._put(rented)
+        self._event(rented, "server.state_changed", state=state, reason=reason)
+
+    def _put(self, rented: Rented) -> None:
+        self.store.put("Rented", rented.server.id, rented)
+
+    def _event(self, rented: Rented, type_: str, **data: Any) -> None:  # noqa: ANN401  # JSON
+        event = Event(id=_new_id("evt"), type=type_, server_id=rented.server.id, at=self.now(), data=data)
+        self.store.put("Event", event.id, event, owner=rented.server.id)
+
+    def _setting(self, name: str, first: str) -> str:
+        if self.store.text("setting", name) is None:
+            self.store.put("setting", name, first)
+        return self.store.text("setting", name) or first
+
+    def _check(self, wish: ServerCreate) -> None:
+        reserved = sorted(name for name in {*wish.env, *wish.secrets} if name.startswith("VRAMFARM_"))
+        if reserved:
+            raise Problem(422, f"env: {', '.join(reserved)}: these names are reserved", code="reserved_env_name")
+        if wish.idle_detection and wish.idle_detection.enabled and wish.kind == "docker_image":
+            raise Problem(422, "servers of an own image are never stopped for idling", code="idle_stop_unavailable")
+        if wish.machine_id and all(machine.id != wish.machine_id for machine in self.machines):
+            raise Problem(404, f"{wish.machine_id}: no such machine")
+        if wish.restore_save_id:
+            self.find_save(wish.restore_save_id)
+
+
+def _new_server(wish: ServerCreate, machine: Machine, now: datetime) -> Rented:
+    server = Server(
+        id=_new_id("srv"),
+        kind=wish.kind,
+        state=State.QUEUED,
+        state_changed_at=now,
+        created_at=now,
+        machine=machine,
+        count=machine.count,
+        image=wish.image,
+        args=wish.args,
+        env=wish.env,
+        label=wish.label,
+        disk_gb=wish.disk_gb,
+        rental_days=wish.rental_days,
+        rental_ends_at=now + timedelta(days=wish.rental_days),
+        restart_policy=wish.restart_policy,
+        idle_detection=Idle(enabled=wish.kind == "pytorch_jupyter" and _idle_wanted(wish)),
+        deadline_at=wish.deadline_at,
+        billing=Billing(price_per_hour=machine.price_per_hour),
+    )
+    return Rented(
+        server=server,
+        key=f"vfs_{secrets.token_hex(16)}",
+        secrets=wish.secrets,
+        restore_save_id=wish.restore_save_id,
+        deadline_save=wish.deadline_save,
+    )
+
+
+def _idle_wanted(wish: ServerCreate) -> bool:
+    return wish.idle_detection is None or wish.idle_detection.enabled
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(4)}"

@@ -1,0 +1,320 @@
+"""
+`vramfarm-runner simulate`: the local VRAMfarm, and with `--run` one job on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import socket
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Final
+
+import uvicorn
+
+from runner import guardian
+from runner.simulator.api import make_app
+from runner.simulator.catalogue import MACHINES
+from runner.simulator.farm import Farm, Pace
+from runner.simulator.model import Machine, Policy, Rented, ServerCreate
+from runner.simulator.problem import Problem
+
+LOCKED: Final = 5
+LEFT: Final = 75
+LOOPBACK: Final = "127.0.0.1"
+_LOOK_S: Final = 0.1
+
+
+class BusyError(Exception):
+    """Another simulator holds the state folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    state: Path
+    port: int
+    run: Path | None
+    price: Decimal | None
+    balance: Decimal
+    runner: tuple[str, ...]
+    pace: Pace
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve, or run one job; returns the exit code."""
+    options = _parse(argv)
+    if options.run is not None and not options.run.is_file():
+        _say(f"{options.run}: expected a job.yaml, found no such file")
+        return 2
+    options.state.mkdir(parents=True, exist_ok=True)
+    try:
+        with _only_one(options.state), _serving(options) as farm:
+            stops = _count_signals()
+            if options.run is None:
+                return _watch(farm, stops)
+            return _run(farm, options, options.run, stops)
+    except BusyError as error:
+        _say(str(error))
+        return LOCKED
+
+
+def _parse(argv: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="vramfarm-runner simulate", description="A local VRAMfarm.")
+    parser.add_argument("--state", type=Path, required=True, help="folder of its memory, its servers and its saves")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port on 127.0.0.1; 0: the one it had before, or a free one"
+    )
+    parser.add_argument("--run", type=Path, metavar="JOB.yaml", help="rent a server for this job and follow it")
+    parser.add_argument("--price", type=_amount, help="price an hour of the machine that --run rents")
+    parser.add_argument("--balance", type=_amount, default=Decimal(100), help="what a new account starts with")
+    parser.add_argument("--runner-argv", nargs="+", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--restart-delay", type=float, default=Pace().restart, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    runner = tuple(given.runner_argv) or (sys.executable, "-I", str(Path(guardian.__file__).resolve()))
+    return Options(
+        state=given.state.resolve(),
+        port=given.port,
+        run=given.run.resolve() if given.run else None,
+        price=given.price,
+        balance=given.balance,
+        runner=runner,
+        pace=Pace(restart=given.restart_delay),
+    )
+
+
+def _amount(text: str) -> Decimal:
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        amount = Decimal(-1)
+    if not amount.is_finite() or amount < 0:
+        raise argparse.ArgumentTypeError(f"expected an amount such as 2.36, got {text!r}")
+    return amount
+
+
+# ----------------------------------------------------------------------------------- serve
+
+
+@contextmanager
+def _only_one(state: Path) -> Iterator[None]:
+    with (state / "simulator.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "one that just starts"
+            raise BusyError(
+                f"{state}: another simulator runs here ({holder}); end it, or take another --state"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()}")
+        lock.flush()
+        yield
+
+
+@contextmanager
+def _serving(options: Options) -> Iterator[Farm]:
+    """The API on loopback, and the farm's ticks, in threads."""
+    listener = _listen(options)
+    url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
+    farm = Farm(options.state, api_url=url, pace=options.pace, machines=_machines(options), deposit=options.balance)
+    config = uvicorn.Config(make_app(farm), log_level="critical", lifespan="off", access_log=False)
+    server = uvicorn.Server(config)
+    end = threading.Event()
+    threads = [
+        threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="api", daemon=True),
+        threading.Thread(target=_tick, args=(farm, end), name="tick", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield farm
+    finally:
+        end.set()
+        server.should_exit = server.force_exit = True
+        for thread in threads:
+            thread.join(5.0)
+
+
+def _tick(farm: Farm, end: threading.Event) -> None:
+    while not end.wait(farm.pace.tick):
+        try:
+            farm.tick()
+        except (OSError, sqlite3.Error, Problem) as error:  # noqa: PERF203  # a full disk, say: the next tick tries again
+            _say(f"simulator: {error}")
+            end.wait(1.0)
+
+
+def _listen(options: Options) -> socket.socket:
+    """The port it had before, because its servers know the API by it."""
+    memory = options.state / "port"
+    before = int(memory.read_text()) if memory.exists() else 0
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, options.port or before))
+    except OSError as error:
+        message = f"port {options.port or before} of {LOOPBACK} cannot be had ({error.strerror}); servers know the simulator by it"
+        raise BusyError(message) from None
+    listener.listen(128)
+    memory.write_text(str(listener.getsockname()[1]))
+    return listener
+
+
+def _machines(options: Options) -> tuple[Machine, ...]:
+    """The catalogue; the first, which `--run` rents, at the price that was asked for."""
+    first, *others = MACHINES
+    price = first.price_per_hour if options.price is None else options.price
+    return (first.model_copy(update={"price_per_hour": price}), *others)
+
+
+def _watch(farm: Farm, stops: list[int]) -> int:
+    """Until Ctrl-C: one line for every change of a server."""
+    port = (farm.state / "port").read_text()
+    _say(f"the simulated VRAMfarm listens on http://{LOOPBACK}:{port}/v1")
+    _say(f"account key: {farm.account_key}")
+    known: dict[str, str] = {}
+    while not stops:
+        for rented in reversed(farm.servers()):
+            line = _line(farm, rented)
+            if known.get(rented.server.id) != line:
+                known[rented.server.id] = line
+                _say(line)
+        time.sleep(_LOOK_S)
+    return 0
+
+
+def _line(farm: Farm, rented: Rented) -> str:
+    server = rented.server
+    bill = farm.bill(server)
+    reason = f" ({server.state_reason})" if server.state_reason else ""
+    starts = f", started {server.container.restart_count + 1} times" if server.container.restart_count else ""
+    money = f"{bill.billed_minutes} min, {bill.cost} {bill.currency}"
+    return f"{server.id} {server.machine.count} x {server.machine.gpu_name} {server.state}{reason}{starts}: {money}"
+
+
+# ------------------------------------------------------------------------------------- run
+
+
+def _run(farm: Farm, options: Options, job: Path, stops: list[int]) -> int:
+    """Follow the job's server to its end; on Ctrl-C let the job save and leave, and keep the server."""
+    args = [*options.runner, "--config", str(job)]
+    rented = _find_server(farm, args)
+    if rented is None:
+        rented = farm.create(_wish(farm, job, args))
+        _say(
+            f"rented {rented.server.id}: {rented.server.machine.gpu_name}, {rented.server.billing.price_per_hour} EUR/h"
+        )
+    else:
+        _say(f"going on with {rented.server.id}, rented {rented.server.created_at:%Y-%m-%d %H:%M:%S} UTC")
+    server_id = rented.server.id
+    tail = _Tail(farm.host.log(server_id))
+    while not (rented := farm.find(server_id)).server.state.is_final:
+        tail.show()
+        if stops:
+            return _leave(farm, server_id, tail, stops)
+        time.sleep(_LOOK_S)
+    tail.show()
+    _close(farm, rented)
+    code = rented.server.container.exit_code
+    return 0 if code is None else code
+
+
+def _find_server(farm: Farm, args: list[str]) -> Rented | None:
+    """The server of the same job file that still exists."""
+    return next((r for r in farm.servers() if r.server.args == args and not r.server.state.is_final), None)
+
+
+def _wish(farm: Farm, job: Path, args: list[str]) -> ServerCreate:
+    machine = farm.machines[0]
+    return ServerCreate(
+        kind="docker_image",
+        machine_id=machine.id,
+        count=machine.count,
+        image="vramfarm/runner",
+        args=args,
+        env={"RUNNER_HOLD_S": "0", "PYTHONUNBUFFERED": "1"},
+        rental_days=1,
+        disk_gb=10,
+        label="".join(c if c.isascii() and (c.isalnum() or c in "._:-") else "-" for c in job.name)[:64],
+        restart_policy=Policy.ALWAYS,
+    )
+
+
+def _leave(farm: Farm, server_id: str, tail: _Tail, stops: list[int]) -> int:
+    farm.leaving.add(server_id)
+    _say("leaving: the job saves what it has (again Ctrl-C: do not wait)")
+    farm.host.terminate(server_id)
+    asked = len(stops)
+    while farm.host.is_running(server_id) and len(stops) == asked:
+        tail.show()
+        time.sleep(_LOOK_S)
+    tail.show()
+    rented = farm.find(server_id)
+    bill = farm.bill(rented.server)
+    _say(
+        f"{server_id} stays rented: {bill.billed_minutes} min, {bill.cost} EUR so far; the same command goes on with it"
+    )
+    return LEFT
+
+
+def _close(farm: Farm, rented: Rented) -> None:
+    server, bill = rented.server, farm.bill(rented.server)
+    _say("")
+    _say(f"server   {server.id}, {server.machine.count} x {server.machine.gpu_name}")
+    _say(f"state    {server.state}{f' ({server.state_reason})' if server.state_reason else ''}")
+    _say(f"billed   {bill.billed_minutes} min at {bill.price_per_hour} EUR/h: {bill.cost} EUR (15 min at least)")
+    if server.save is not None:
+        place = farm.state / "saves" / server.save.id
+        _say(f"saved    {server.save.path}: {server.save.state}, {server.save.files} files in {place}")
+    else:
+        _say("saved    nothing: the disk was thrown away, as the job asked")
+
+
+class _Tail:
+    """The end of a growing file, shown as it grows; what was there before is not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def show(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                while piece := file.read(1 << 16):
+                    self._at += len(piece)
+                    sys.stdout.buffer.write(piece)
+        except FileNotFoundError:
+            return
+        sys.stdout.buffer.flush()
+
+
+def _count_signals() -> list[int]:
+    """A list that grows by one with every Ctrl-C or SIGTERM."""
+    stops: list[int] = []
+
+    def note(number: int, _: Any) -> None:  # noqa: ANN401  # a frame
+        stops.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return stops
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  # the command's output
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
