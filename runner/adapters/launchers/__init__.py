@@ -1,0 +1,93 @@
+"""
+What starts one process per card: the user's command becomes an argv.
+
+To add one: a module here with the functions of `Launcher`, and a line in `LAUNCHERS`.
+Launchers run so that no file of the user can hide a module from them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from runner.adapters.launchers import accelerate, axolotl, command, deepspeed, llamafactory, torchrun, torchtune
+from runner.adapters.launchers.launch import Launch, Launcher
+from runner.errors import JobError
+from runner.job import LauncherName
+
+__all__ = ["LAUNCHERS", "Launch", "Launcher", "check_command", "split_command"]
+
+LAUNCHERS: Final[Mapping[LauncherName, Launcher]] = {
+    LauncherName.TORCHRUN: torchrun,
+    LauncherName.ACCELERATE: accelerate,
+    LauncherName.DEEPSPEED: deepspeed,
+    LauncherName.AXOLOTL: axolotl,
+    LauncherName.LLAMAFACTORY: llamafactory,
+    LauncherName.TORCHTUNE: torchtune,
+    LauncherName.COMMAND: command,
+}
+
+
+def split_command(text: str, *, resume_args: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """
+    Return the words of `command` with their placeholders filled in.
+
+    `{resume_args}` alone in a word becomes as many words as there are. Braces that name
+    nothing of ours stay: they may be the script's own.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise JobError(f"command: cannot be split into words: {error}: {text!r}", hint="close the quotes") from None
+    filled: list[str] = []
+    for word in words:
+        filled += resume_args if word == "{resume_args}" else [_fill(word, values)]
+    return tuple(filled)
+
+
+def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | None = None) -> None:
+    """Raise `JobError` if what the launcher would start is not there, or cannot be read."""
+    if not launch.words:
+        raise JobError("command: expected a script and its arguments, got nothing")
+    target = LAUNCHERS[name].target(launch.words)
+    if target is None:
+        return
+    if name is LauncherName.COMMAND:
+        _check_program(target, cwd, path)
+        return
+    file = cwd / target
+    if not file.is_file():
+        hint = (
+            "give the script and its arguments only; what starts it is chosen by `launcher`"
+            if _is_program(target)
+            else ""
+        )
+        raise JobError(
+            f"command: expected a file {target!r} in {cwd}, found none",
+            hint=hint or "check `workdir` and `source`, or give the script's whole path",
+        )
+    if not os.access(file, os.R_OK):
+        raise JobError(f"command: {file} cannot be read", hint="let this user read it: chmod +r")
+
+
+def _check_program(target: str, cwd: Path, path: str | None) -> None:
+    local = os.sep in target
+    if shutil.which(str(cwd / target) if local else target, path=path) is None:
+        raise JobError(
+            f"command: expected a program {target!r}, found none that can be run in {cwd if local else 'PATH'}",
+            hint="check the spelling and `workdir`; a script needs chmod +x and a first line such as #!/bin/sh",
+        )
+
+
+def _is_program(word: str) -> bool:
+    return word in {"torchrun", "accelerate", "deepspeed", "axolotl", "llamafactory-cli", "tune", "python", "python3"}
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word

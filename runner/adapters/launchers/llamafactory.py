@@ -1,0 +1,15 @@
+"""LLaMA-Factory. `llamafactory-cli train` starts torchrun on this module, but without our options."""
+
+from __future__ import annotations
+
+from runner.adapters.launchers import torchrun
+from runner.adapters.launchers.launch import Launch, first_file, run_module
+
+
+def argv(launch: Launch) -> tuple[str, ...]:
+    module = ("--module", "llamafactory.launcher")
+    return run_module(launch.python, "torch.distributed.run", *torchrun.options(launch), *module, *launch.words)
+
+
+def target(words: tuple[str, ...]) -> str | None:
+    return first_file(words)

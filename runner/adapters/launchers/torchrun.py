@@ -1,0 +1,25 @@
+"""torchrun, on one machine. https://docs.pytorch.org/docs/stable/elastic/run.html"""
+
+from __future__ import annotations
+
+from runner.adapters.launchers.launch import Launch, first_file, run_module
+
+
+def argv(launch: Launch) -> tuple[str, ...]:
+    return run_module(launch.python, "torch.distributed.run", *options(launch), *launch.words)
+
+
+def options(launch: Launch) -> tuple[str, ...]:
+    """Options of torchrun, which others take too."""
+    return (
+        "--standalone",  # a port of its own: nobody can have taken it
+        "--local-addr=127.0.0.1",  # otherwise the host's name is looked up, which may be slow or wrong
+        f"--nproc-per-node={launch.num_procs}",
+        "--max-restarts=0",  # restarts are ours: its own hide the first error
+        f"--log-dir={launch.log_dir}",
+        "--redirects=3",  # one file per rank and stream: nothing is mixed
+    )
+
+
+def target(words: tuple[str, ...]) -> str | None:
+    return first_file(words)

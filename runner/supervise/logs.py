@@ -1,0 +1,134 @@
+"""
+What ranks and launcher print: finding their files, following them, reading their ends.
+
+Output is whatever a script prints: binary, progress bars, lines without an end. Every read
+is bounded, and what comes out is text that cannot move a terminal's cursor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_MAX_LINE_BYTES: Final = 16_384
+_TAIL_BYTES: Final = 1 << 20
+_TORCHRUN: Final = "*/attempt_*/*/std*.log"  # <id>/attempt_0/<local rank>/stdout.log
+_DEEPSPEED: Final = re.compile(r".*_rank(\d+)\.log")
+_ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stream:
+    """A file that somebody prints to. Rank -1 is the launcher."""
+
+    rank: int
+    name: str  # stdout, stderr, or output where both are one
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line, without its end. Of a progress bar it is the last state."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+def find_streams(folder: Path, *, rank: int | None = None) -> tuple[Stream, ...]:
+    """Return the streams of an attempt, the launcher's first; with `rank`, those of one rank."""
+    return tuple(sorted(s for s in _all_streams(folder) if rank is None or s.rank == rank))
+
+
+def tail(folder: Path, num_lines: int, *, rank: int | None = None) -> tuple[Line, ...]:
+    """Return the last lines of every stream, one stream after the other."""
+    lines: list[Line] = []
+    for stream in find_streams(folder, rank=rank):
+        texts = read_tail(stream.path)[-num_lines:] if num_lines > 0 else []
+        lines += (Line(stream.rank, stream.name, text) for text in texts)
+    return tuple(lines)
+
+
+def read_tail(path: Path, *, limit_bytes: int = _TAIL_BYTES) -> list[str]:
+    """Return the lines at the end of a file; the first may be cut, a file that is gone has none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - limit_bytes))
+            raw = file.read(limit_bytes)
+    except FileNotFoundError:
+        return []
+    return [clean(part[:_MAX_LINE_BYTES]) for part in raw.split(b"\n")[: None if raw[-1:] not in {b"\n", b""} else -1]]
+
+
+def clean(raw: bytes) -> str:
+    """Return one line as text: the last state of a progress bar, no control characters."""
+    states = [state for state in raw.split(b"\r") if state.strip()]
+    return _ESCAPES.sub("", states[-1].decode(errors="replace")) if states else ""
+
+
+class Follower:
+    """Reads what is added to the streams of an attempt; new streams are found as they appear."""
+
+    def __init__(self, folder: Path, *, rank: int | None = None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._readers: dict[Stream, _Reader] = {}
+
+    def read(self, *, limit_bytes: int = 1 << 20) -> tuple[Line, ...]:
+        """Return the whole lines that were added; what is beyond the limit comes next time."""
+        streams = find_streams(self._folder, rank=self._rank)
+        share = limit_bytes // max(1, len(streams))
+        return tuple(self._lines(streams, share))
+
+    def finish(self) -> tuple[Line, ...]:
+        """Return last lines that have no end; for when nobody writes any more."""
+        rest = ((stream, reader.rest()) for stream, reader in self._readers.items())
+        return tuple(Line(stream.rank, stream.name, clean(raw)) for stream, raw in rest if raw)
+
+    def _lines(self, streams: Iterable[Stream], share: int) -> Iterator[Line]:
+        for stream in streams:
+            reader = self._readers.setdefault(stream, _Reader(stream.path))
+            for raw in reader.read(share):
+                yield Line(stream.rank, stream.name, clean(raw))
+
+
+class _Reader:
+    """Whole lines of one growing file. Of a line that is too long only the beginning is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._begun = b""
+
+    def read(self, limit_bytes: int) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                raw = file.read(limit_bytes)
+        except FileNotFoundError:
+            return []
+        self._offset += len(raw)
+        *whole, begun = (self._begun + raw).split(b"\n")
+        # of a bar only its last states can matter, of a long line its beginning
+        self._begun = begun[-_MAX_LINE_BYTES:] if b"\r" in begun else begun[:_MAX_LINE_BYTES]
+        return [line[-_MAX_LINE_BYTES:] if b"\r" in line else line[:_MAX_LINE_BYTES] for line in whole]
+
+    def rest(self) -> bytes:
+        rest, self._begun = self._begun, b""
+        return rest
+
+
+def _all_streams(folder: Path) -> Iterator[Stream]:
+    launcher = folder / "launcher.log"
+    if launcher.exists():
+        yield Stream(-1, "output", launcher)
+    for path in folder.glob(_TORCHRUN):
+        if path.parent.name.isdecimal():
+            yield Stream(int(path.parent.name), path.stem, path)
+    for path in folder.glob("*_rank*.log"):
+        if match := _DEEPSPEED.fullmatch(path.name):
+            yield Stream(int(match[1]), "output", path)

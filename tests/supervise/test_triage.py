@@ -1,0 +1,236 @@
+"""Real torchrun where its table matters, real Python errors elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.adapters.launchers import LAUNCHERS, Launch
+from runner.facts import Exit
+from runner.job import LauncherName
+from runner.supervise import attempt
+from runner.supervise.triage import find_error, first_error
+from tests.supervise.conftest import until
+
+
+@pytest.fixture
+def torchrun(marker, tmp_path):
+    """Run a script on two ranks under torchrun and a shim; return the attempt's folder and exit."""
+
+    def run(code):
+        folder = tmp_path / "run" / "attempt-0001"
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code" / "train.py").write_text(code)
+        launch = Launch(python=Path(sys.executable), words=("code/train.py",), num_procs=2, log_dir=folder)
+        spec = attempt.LaunchSpec(
+            number=1,
+            id=marker,
+            argv=LAUNCHERS[LauncherName.TORCHRUN].argv(launch),
+            cwd=tmp_path,
+            run_dir=tmp_path / "run",
+            folder=folder,
+            control=tmp_path / "page",
+            job="job",
+            checkpoint_dir=tmp_path,
+            save_interval_s=60.0,
+            lineage=1,
+            env={"PYTHONPATH": str(tmp_path)},
+        )
+        attempt.start(spec)
+        until(lambda: attempt.live(marker) is None, 60)
+        return folder, attempt.read_exit(folder)
+
+    return run
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Run one script per rank by plain Python, into the files that torchrun would make."""
+
+    def run(*scripts, launcher_log=""):
+        for rank, code in enumerate(scripts):
+            logs = tmp_path / "id" / "attempt_0" / str(rank)
+            logs.mkdir(parents=True)
+            argv = [sys.executable, "-I", *(["-c", code] if isinstance(code, str) else code)]
+            with (logs / "stdout.log").open("wb") as out, (logs / "stderr.log").open("wb") as err:
+                subprocess.run(argv, stdout=out, stderr=err, check=False, timeout=20)
+        (tmp_path / "launcher.log").write_text(launcher_log)
+        return tmp_path
+
+    return run
+
+
+def table(**codes):
+    rows = (f"  rank      : {r[1:]} (local_rank: {r[1:]})\n  exitcode  : {c} (pid: 7)\n" for r, c in codes.items())
+    return "".join(rows)
+
+
+PEER = "raise RuntimeError('[pair.cc:545] Connection closed by peer [127.0.0.1]:20370')"
+
+
+def test_an_exception_on_one_rank_is_found(torchrun, tmp_path):
+    """
+    The rank, its exception and its file are named; files of the user do not break torchrun.
+    """
+    for name in ("json.py", "torch.py", "logging.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not the real one')")
+
+    folder, ended = torchrun(
+        "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(60)"
+    )
+
+    said = first_error(folder, ended)
+    assert Exit(code=1) == ended
+    assert said.startswith("rank 1: ValueError: bad batch; see ")
+    assert "ValueError: bad batch" in Path(said.partition("; see ")[2]).read_text()
+
+
+def test_a_killed_rank_is_named_though_only_others_talk(torchrun):
+    """
+    What healthy ranks print about a dead peer is not the cause.
+    """
+    code = f"import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(0.1)\n{PEER}"
+
+    folder, ended = torchrun(code)
+
+    assert first_error(folder, ended).startswith(
+        "rank 1 was killed by SIGKILL (out of memory? the kernel kills so); see "
+    )
+
+
+def test_a_silent_exit_is_named_with_its_code(torchrun):
+    """
+    A rank that exits without a word is named with its code, which torchrun turns into 1.
+    """
+    folder, ended = torchrun("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(60)")
+
+    assert first_error(folder, ended).startswith("rank 0 exited with code 3 and no error message; see ")
+
+
+def test_the_same_error_everywhere_is_told_once(ranks):
+    """
+    An import that fails on all ranks is not blamed on one.
+    """
+    folder = ranks("import nothing_of_this_name", "import nothing_of_this_name")
+
+    said = first_error(folder, Exit(code=1))
+
+    assert said.startswith("all ranks: ModuleNotFoundError: No module named 'nothing_of_this_name'; see ")
+
+
+def test_a_missing_script_is_told_as_python_does(ranks):
+    """
+    A script that is not there leaves no traceback, but a line.
+    """
+    folder = ranks(["/nowhere/train.py"])
+
+    assert "can't open file '/nowhere/train.py'" in first_error(folder, Exit(code=1))
+
+
+def test_the_first_to_die_is_taken_of_several(ranks):
+    """
+    Of several real errors the one that was written first is the cause.
+    """
+    folder = ranks("raise KeyError('second')", "raise ValueError('first')")
+    for rank, second in ((0, 200), (1, 100)):
+        os.utime(folder / f"id/attempt_0/{rank}/stderr.log", (second, second))
+
+    assert first_error(folder, Exit(code=1)).startswith("rank 1: ValueError: first; see ")
+
+
+def test_a_crash_in_native_code_is_a_rank_s_error(ranks):
+    """
+    With the fault handler on, a segmentation fault has a line of its own.
+    """
+    folder = ranks("import faulthandler; faulthandler.enable(); faulthandler._sigsegv()", PEER)
+
+    assert first_error(folder, Exit(code=1)).startswith("rank 0: Fatal Python error: Segmentation fault; see ")
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        pytest.param(table(r0=-15, r1=-11), "rank 1 was killed by SIGSEGV; see ", id="signal"),
+        pytest.param(
+            table(r0=-15), "rank 0: RuntimeError: [pair.cc:545] Connection closed by peer", id="only secondary"
+        ),
+        pytest.param(
+            "vramfarm-runner: cannot start /x: No such file or directory\n",
+            "launcher: vramfarm-runner: cannot start /x",
+            id="no launcher",
+        ),
+    ],
+)
+def test_without_a_real_error_the_best_of_the_rest_is_told(ranks, log, said):
+    """
+    Torchrun's table, then the launcher's own words, then what healthy ranks said.
+    """
+    assert first_error(ranks(PEER, launcher_log=log), Exit(code=1)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param(2, "the launcher exited with code 2; see ", id="code"),
+        pytest.param(-9, "the launcher was killed by SIGKILL; see ", id="signal"),
+        pytest.param(None, "nobody saw how the launcher ended: its shim was killed too; see ", id="unknown"),
+    ],
+)
+def test_without_any_words_the_exit_is_told(tmp_path, code, said):
+    """
+    There is always a line, and it says where to look.
+    """
+    assert f"{said}{tmp_path}/launcher.log" == first_error(tmp_path, Exit(code=code))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        pytest.param(
+            "Traceback (most recent call last):\n  File\nKeyError: 'x'\n\nDuring handling of the above exception, another "
+            "exception occurred:\n\nTraceback (most recent call last):\n  File\nRuntimeError: unexpected pos 64 vs 0",
+            "KeyError: 'x'",
+            id="error while cleaning up",
+        ),
+        pytest.param(
+            "Traceback (most recent call last):\n  File\nValueError: Caught ValueError in DataLoader worker process 0.\n"
+            "Original Traceback (most recent call last):\n  File\nValueError: bad sample 7",
+            "ValueError: bad sample 7",
+            id="DataLoader worker",
+        ),
+        pytest.param(
+            "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n[rank1]: torch.OutOfMemoryError: CUDA out of memory.",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            id="rank prefix",
+        ),
+        pytest.param(
+            "Traceback (most recent call last):\n  File\ntorch.distributed.DistBackendError: NCCL error in: x.cpp:1, ncclInvalidUsage\n"
+            "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000",
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000",
+            id="NCCL's last error",
+        ),
+        pytest.param(
+            "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lrr",
+            "train.py: error: unrecognized arguments: --lrr",
+            id="arguments",
+        ),
+        pytest.param(
+            "  File \"t.py\", line 1\n    f(\n     ^\nSyntaxError: '(' was never closed",
+            "SyntaxError: '(' was never closed",
+            id="syntax",
+        ),
+        pytest.param(
+            "Traceback (most recent call last):\n  File\nmine.Trouble\n",
+            "mine.Trouble",
+            id="exception without a message",
+        ),
+        pytest.param("step 1\nloss: 0.5\n", "", id="nothing"),
+    ],
+)
+def test_the_last_real_error_of_a_text_is_found(text, error):
+    """
+    The line that names the error, not what surrounds it.
+    """
+    assert error == find_error(text.splitlines())
