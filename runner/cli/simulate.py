@@ -20,6 +20,6 @@ def run(args: argparse.Namespace) -> int:
             f"simulate: expected the packages {' and '.join(_NEEDS)}, found no {' and no '.join(missing)}",
             hint="pip install 'vramfarm-runner[simulate]'",
         )
-    from runner.simulator import main as simulator  # noqa: PLC0415  # an extra: not everybody has it
+    from runner.simulator.main import main  # noqa: PLC0415  # an extra: not everybody has it
 
-    return simulator.main(args.rest)
+    return main(args.rest)

@@ -1,13 +1,66 @@
-"""The store, for commands that look into it. Loaded late: its libraries are slow to import."""
+"""A run in the store, for commands that look into it from anywhere. Its libraries are imported late: they are slow."""
 
 from __future__ import annotations
 
-from runner.errors import JobError
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from runner.errors import JobError, StoreError
+from runner.job import OffloadPolicy
+from vramfarm.protocol import ProtocolError, parse_name
+
+if TYPE_CHECKING:
+    from runner.storage.offsite import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run in a store, and a checkpoint's name if the address named one."""
+
+    store: Store
+    job: str
+    checkpoint: str = ""
 
 
 def is_address(text: str) -> bool:
     return text.startswith(("s3://", "file://"))
 
 
+def open_run(address: str) -> StoredRun:
+    """
+    Open `STORE/JOB`, or `STORE/JOB/checkpoints/step-…`; nothing is asked of the store yet.
+
+    Credentials, and the server if it is not AWS, come from the environment: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.
+    """
+    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
+
+    scheme, _, rest = address.partition("://")
+    parts = rest.rstrip("/").split("/")
+    checkpoint = parts[-1] if _is_checkpoint(parts[-1]) else ""
+    parts = parts[:-2] if checkpoint and parts[-2:-1] == ["checkpoints"] else parts
+    if len(parts) < 2 or not parts[-1]:  # noqa: PLR2004  # a store and a job
+        raise JobError(f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME")
+    offload = OffloadPolicy(to=f"{scheme}://{'/'.join(parts[:-1])}", endpoint=os.environ.get("AWS_ENDPOINT_URL"))
+    return StoredRun(store=open_store(offload, os.environ), job=parts[-1], checkpoint=checkpoint)
+
+
 def read_small(address: str, name: str) -> bytes:
-    raise JobError(f"{address}/{name}: stores are not readable yet")
+    """A small file of the run."""
+    run = open_run(address)
+    found = run.store.get(f"{run.job}/{name}")
+    if found is None:
+        raise StoreError(
+            f"{address}: no {name} there",
+            hint="the runner writes it with its first copy; is the name of the run right?",
+        )
+    return found
+
+
+def _is_checkpoint(name: str) -> bool:
+    try:
+        parse_name(name)
+    except ProtocolError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""`logs`: what the launcher and the ranks wrote, of the last attempt or an earlier one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from runner.cli.output import out
+from runner.cli.runs import find_run, is_alive
+from runner.errors import JobError
+from runner.supervise.logs import Follower, Line, tail
+
+_LOOK_S: Final = 0.5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+    parser.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of each stream; 100")
+    parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1 is the launcher")
+    parser.add_argument("--attempt", type=int, metavar="K", help="an earlier attempt")
+
+
+def run(args: argparse.Namespace) -> int:
+    run_dir = find_run(args.run, os.environ)
+    folder = _attempt(run_dir, args.attempt)
+    follower = _at_end(Follower(folder, rank=args.rank)) if args.follow else None
+    _print(tail(folder, args.lines, rank=args.rank))
+    if follower:
+        _follow(run_dir, folder, follower, args)
+    return 0
+
+
+def _attempt(run_dir: Path, number: int | None) -> Path:
+    folders = sorted((run_dir / "logs").glob("attempt-*"))
+    if number is not None:
+        folders = [folder for folder in folders if folder.name == f"attempt-{number:04d}"]
+    if not folders:
+        what = "no attempt" if number is None else f"no attempt {number}"
+        raise JobError(f"{run_dir}: {what} has logs", hint="vramfarm-runner status says what the run is doing")
+    return folders[-1]
+
+
+def _at_end(follower: Follower) -> Follower:
+    """Past what is there. Done before the tail is shown: a line may then come twice, but none is lost."""
+    while follower.read():
+        pass
+    return follower
+
+
+def _follow(run_dir: Path, folder: Path, follower: Follower, args: argparse.Namespace) -> None:
+    """New lines, of the attempts that follow too, until nobody runs this run any more."""
+    while True:
+        lives = is_alive(run_dir)
+        _print(follower.read())
+        newest = _attempt(run_dir, args.attempt)
+        if newest != folder:
+            _print(follower.finish())
+            folder, follower = newest, Follower(newest, rank=args.rank)
+        elif not lives:
+            _print(follower.finish())
+            return
+        time.sleep(_LOOK_S)
+
+
+def _print(lines: Iterable[Line]) -> None:
+    for line in lines:
+        who = "launcher" if line.rank < 0 else f"rank {line.rank}"
+        out(f"{who}: {line.text}")
+    sys.stdout.flush()
