@@ -3,51 +3,18 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk, write_durable
 from tests.fakes import FaultyDisk, Loss, PowerLoss
-from vramfarm.protocol import ALGORITHM, CHUNK_BYTES, MANIFEST, Manifest, dump_manifest
+from tests.storage.examples import SHARDS, commit, fill
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, dump_manifest
 
-SHARDS = {"shard-00000-of-00002.safetensors": b"zero" * 50, "extra/shard-00001-of-00002.safetensors": b"one" * 70}
 OPERATIONS = range(14)
 LOSSES = [(loss, seed) for loss in Loss for seed in (range(6) if loss is Loss.MIXED else range(1))]
-
-
-def fill(folder: Path, step: int = 500, *, lineage: int = 1, shards: dict[str, bytes] = SHARDS) -> Manifest:
-    """Write the shards of a checkpoint and return its manifest, which is not written."""
-    for path, data in shards.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data)
-    return Manifest(
-        job="test",
-        lineage=lineage,
-        step=step,
-        id=f"{step:08x}",
-        attempt=1,
-        world_size=2,
-        written_at="2026-01-01T00:00:00+00:00",
-        algorithm=ALGORITHM,
-        shards=tuple(describe_file(folder / path, path) for path in shards),
-    )
-
-
-def commit(directory: CheckpointDir, step: int = 500, *, lineage: int = 1) -> Manifest:
-    temporary = directory.root / f".tmp-{step:08d}"
-    manifest = fill(temporary, step, lineage=lineage)
-    directory.adopt(temporary, manifest)
-    return manifest
-
-
-@pytest.fixture
-def directory(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    return CheckpointDir(tmp_path / "checkpoints", Disk())
 
 
 def test_checkpoints_are_listed_by_age_not_by_number(directory):

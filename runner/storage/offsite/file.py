@@ -8,6 +8,7 @@ no checksums, so `head` has none, and whoever wants to be sure reads the bytes b
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +58,8 @@ class FileStore:
             self._commit(temporary, target)
 
     def put_new(self, key: str, content: bytes) -> bool:
-        with self._place(key) as (temporary, target):
+        with self._place(key) as (_, target):
+            temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}{_UNFINISHED}")  # others may write, too
             self._disk.write(temporary, content)
             self._disk.sync(temporary)
             try:

@@ -36,6 +36,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
     SSLError,
 )
+from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine_chunks
@@ -77,6 +78,8 @@ _HINTS: Final[Mapping[str, str]] = {
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl, ntpdate)",
     "NotImplemented": "this server cannot do what is needed: CRC32 checksums and conditional writes",
 }
+_NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError)
+_UNREACHABLE: Final = "check offload.endpoint and the network; it is tried again"
 _PASSING: Final = frozenset(
     {"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentSHA256Mismatch", "NoSuchUpload", "NoSuchKey"}
 )
@@ -222,7 +225,7 @@ class S3Store:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS),
             wait=tenacity.wait_random_exponential(max=5),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, BotoCoreError)),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, _NO_ANSWER)),
             reraise=True,
         )
         with self._plain_words(key):
@@ -280,14 +283,11 @@ class S3Store:
         except (NoCredentialsError, PartialCredentialsError) as error:
             hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True) from error
-        except (HTTPClientError, IncompleteReadError) as error:
+        except _NO_ANSWER as error:
             hint = "check the certificate and offload.endpoint" if isinstance(error, SSLError) else ""
             raise OffsiteError(f"{where}: no answer: {error}", hint=hint or _UNREACHABLE, final=False) from error
         except BotoCoreError as error:
             raise OffsiteError(f"{where}: {error}", hint="check offload in job.yaml", final=True) from error
-
-
-_UNREACHABLE: Final = "check offload.endpoint and the network; it is tried again"
 
 
 class _Pace:

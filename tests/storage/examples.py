@@ -1,0 +1,37 @@
+"""Checkpoints to test with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checksums import describe_file
+from vramfarm.protocol import ALGORITHM, Manifest
+
+SHARDS = {"shard-00000-of-00002.safetensors": b"zero" * 50, "extra/shard-00001-of-00002.safetensors": b"one" * 70}
+
+
+def fill(folder: Path, step: int = 500, *, lineage: int = 1, shards: Mapping[str, bytes] = SHARDS) -> Manifest:
+    """Write the shards of a checkpoint and return its manifest, which is not written."""
+    for path, data in shards.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    return Manifest(
+        job="test",
+        lineage=lineage,
+        step=step,
+        id=f"{step:08x}",
+        attempt=1,
+        world_size=2,
+        written_at="2026-01-01T00:00:00+00:00",
+        algorithm=ALGORITHM,
+        shards=tuple(describe_file(folder / path, path) for path in shards),
+    )
+
+
+def commit(
+    directory: CheckpointDir, step: int = 500, *, lineage: int = 1, shards: Mapping[str, bytes] = SHARDS
+) -> Manifest:
+    temporary = directory.root / f".tmp-{step:08d}"
+    manifest = fill(temporary, step, lineage=lineage, shards=shards)
+    directory.adopt(temporary, manifest)
+    return manifest

@@ -1,0 +1,290 @@
+"""What every store promises: one suite, run against a folder and against a real S3 server."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from zlib import crc32
+
+import pytest
+from botocore.exceptions import ClientError
+
+from runner.job import OffloadPolicy
+from runner.storage.checksums import combine, describe_file
+from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite.contract import Head
+from runner.storage.offsite.s3 import S3Store
+from tests.s3server import BUCKET
+from vramfarm.protocol import CHUNK_BYTES
+
+LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"tail"
+FOREVER = datetime.now(UTC) + timedelta(days=1)
+
+
+def ignore(num_bytes):
+    """Where nobody asks for progress."""
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return describe_file(path, path.name)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 1), (1000, 1), (1, CHUNK_BYTES), (12_345, 67_890)])
+def test_checksums_of_pieces_add_up_to_that_of_the_whole(sizes):
+    """
+    The sum is what `zlib.crc32` says of the pieces joined.
+    """
+    first, second = (bytes(range(256)) * (size // 256 + 1) for size in sizes)
+    first, second = first[: sizes[0]], second[: sizes[1]]
+
+    assert crc32(first + second) == combine(crc32(first), crc32(second), len(second))
+
+
+def test_what_was_put_comes_back(store):
+    """
+    The last put wins, and what was never put is not there.
+    """
+    store.put("job/status.json", b"old")
+    store.put("job/status.json", b"new")
+
+    assert (b"new", None) == (store.get("job/status.json"), store.get("job/other.json"))
+
+
+def test_what_is_larger_than_expected_is_refused(store):
+    """
+    Nobody fills our memory with an object under a small object's name.
+    """
+    store.put("job/outcome.json", b"x" * 11)
+
+    with pytest.raises(OffsiteError, match="at most 10 bytes, got 11") as caught:
+        store.get("job/outcome.json", limit_bytes=10)
+
+    assert caught.value.final
+
+
+def test_of_several_who_put_something_new_one_succeeds(store):
+    """
+    A manifest is never replaced, not even by somebody who writes at the same moment.
+    """
+    with ThreadPoolExecutor(6) as pool:
+        won = list(pool.map(lambda n: store.put_new("job/MANIFEST.json", b"%d" % n), range(6)))
+
+    assert 1 == won.count(True)
+    assert b"%d" % won.index(True) == store.get("job/MANIFEST.json")
+    assert not store.put_new("job/MANIFEST.json", b"later")
+
+
+@pytest.mark.parametrize("content", [b"", b"small", LARGE], ids=["empty", "small", "large"])
+def test_a_file_arrives_whole(store, tmp_path, content):
+    """
+    Its size, its checksum where the store keeps one, and its bytes, wherever we read.
+    """
+    shard, sent = write(tmp_path / "shard", content), []
+    store.put_file("job/shard", tmp_path / "shard", shard, sent.append)
+
+    head = store.head("job/shard")
+    at = max(0, len(content) - 10)
+
+    assert len(content) == sum(sent)
+    assert head in {Head(size_bytes=len(content), crc32=known) for known in (None, crc32(content))}
+    assert content[at:] == store.read("job/shard", at, len(content) - at)
+    assert content[:3] == store.read("job/shard", 0, len(content[:3]))
+
+
+def test_a_file_that_is_not_what_its_checksums_say_is_refused(store, tmp_path):
+    """
+    A damaged shard never gets a good one's name, however far the upload has come.
+    """
+    shard = write(tmp_path / "shard", LARGE)
+    (tmp_path / "shard").write_bytes(LARGE[:-1] + b"?")
+
+    with pytest.raises(OffsiteError, match="expected the bytes of its manifest") as caught:
+        store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+
+    assert (True, True, None) == (caught.value.final, caught.value.damaged, store.head("job/shard"))
+
+
+def test_a_list_has_all_below_a_prefix_and_nothing_else(store):
+    """
+    Neighbours whose names begin alike are not below it.
+    """
+    for key in ("job/a/1", "job/a/b/2", "job/a-b/3", "job2/a/4"):
+        store.put(key, key.encode())
+
+    found = {(entry.key, entry.size_bytes) for entry in store.list("job/a/")}
+
+    assert {("job/a/1", 7), ("job/a/b/2", 9)} == found
+    assert [] == list(store.list("nothing/"))
+
+
+def test_a_long_list_is_whole(s3_offload, s3server):
+    """
+    A server gives a thousand names at a time; all pages are read.
+    """
+    store = open_store(s3_offload, s3server.env)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: store.put(f"job/{n:04d}", b""), range(1005)))
+
+    assert 1005 == len({entry.key for entry in store.list("job/")})
+
+
+def test_what_was_deleted_is_gone_and_may_be_deleted_again(store):
+    """
+    And its neighbours stay.
+    """
+    store.put("job/a/1", b"1")
+    store.put("job/a/2", b"2")
+    for _ in range(2):
+        store.delete("job/a/1")
+
+    assert ["job/a/2"] == [entry.key for entry in store.list("job/")]
+
+
+@pytest.mark.parametrize("key", ["../x", "/etc/x", "job/../../x", "job//x", "", "job/./x", "job/\ud800"])
+def test_a_key_that_leads_elsewhere_is_refused(store, key):
+    """
+    Before anything is asked of the store.
+    """
+    for call in (lambda: store.put(key, b""), lambda: store.get(key), lambda: store.delete(key)):
+        with pytest.raises(OffsiteError, match="plain relative path"):
+            call()
+
+
+# ------------------------------------------------------------------------------------- a folder
+
+
+def test_links_and_pipes_in_a_folder_are_not_objects(tmp_path):
+    """
+    A store on a disk never reads what lies outside of it.
+    """
+    store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
+    store.put("job/real", b"1")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_bytes(b"secret")
+    (tmp_path / "store" / "job" / "link").symlink_to(tmp_path / "secret" / "key")
+    (tmp_path / "store" / "job" / "folder").symlink_to(tmp_path / "secret")
+
+    assert ["job/real"] == [entry.key for entry in store.list("job/")]
+    for key in ("job/link", "job/folder/key"):
+        with pytest.raises(OffsiteError):
+            store.get(key)
+
+
+def test_a_disk_that_is_not_mounted_is_said_so(tmp_path):
+    """
+    A folder that we would have to invent is no place off this machine.
+    """
+    with pytest.raises(OffsiteError, match="expected the folder") as caught:
+        open_store(OffloadPolicy(to=f"file://{tmp_path}/mnt/store"), {})
+
+    assert (True, "is the disk mounted? make the folder, or correct offload.to") == (
+        caught.value.final,
+        caught.value.hint,
+    )
+
+
+def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
+    """
+    Only what is old enough, and not of what is to be kept.
+    """
+    store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
+    store.put("job/a/1", b"1")
+    for name in ("1.unfinished", "2.unfinished"):
+        (tmp_path / "store/job/a" / name).write_bytes(b"half")
+    store.abort("job/", FOREVER, lambda key: key == "job/a/2")
+
+    assert ["1", "2.unfinished"] == sorted(path.name for path in (tmp_path / "store/job/a").iterdir())
+    assert ["job/a/1"] == [entry.key for entry in store.list("job/")]
+
+
+# ------------------------------------------------------------------------------------ S3 only
+
+
+@pytest.fixture
+def s3store(s3_offload, s3server):
+    """With small parts, and the numbers of those that were sent in `sent`."""
+    store = S3Store(s3_offload, s3server.env, part_chunks=1)
+    store.sent = []
+    store._client.meta.events.register(
+        "before-parameter-build.s3.UploadPart", lambda params, **_: store.sent.append(params["PartNumber"])
+    )
+    return store
+
+
+def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path):
+    """
+    After a kill only what is missing goes, and what is there but wrong.
+    """
+    shard, client, key = write(tmp_path / "shard", LARGE), s3server.client(), f"{s3store._prefix}job/shard"
+    begun = client.create_multipart_upload(
+        Bucket=BUCKET, Key=key, ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
+    )
+    for number, content in ((1, LARGE[:CHUNK_BYTES]), (2, b"wrong" * 8), (4, b"tail")):
+        client.upload_part(Bucket=BUCKET, Key=key, UploadId=begun["UploadId"], PartNumber=number, Body=content)
+
+    s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+
+    assert [2, 3] == sorted(s3store.sent)
+    assert Head(size_bytes=len(LARGE), crc32=crc32(LARGE)) == s3store.head("job/shard")
+    assert [] == client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix).get("Uploads", [])
+
+
+def test_the_server_compares_the_checksums_itself(s3server):
+    """
+    Why `head` may be believed: a wrong checksum is refused by the server, for a part's bytes too.
+    """
+    with pytest.raises(ClientError, match="BadDigest"):
+        s3server.client().put_object(Bucket=BUCKET, Key="wrong", Body=b"bytes", ChecksumCRC32="AAAAAA==")
+
+
+def test_abort_forgets_unfinished_uploads(s3store, s3server):
+    """
+    They cost money and no list shows them; those of what is to be kept stay.
+    """
+    client = s3server.client()
+    for name in ("old", "kept"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/{name}")
+    s3store.abort("job/", datetime.now(UTC) - timedelta(days=1), lambda key: False)
+    s3store.abort("job/", FOREVER, lambda key: key == "job/kept")
+
+    left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix)["Uploads"]
+
+    assert [f"{s3store._prefix}job/kept"] == [upload["Key"] for upload in left]
+
+
+def test_no_more_than_so_many_bytes_a_second(s3_offload, s3server, tmp_path):
+    """
+    Training's own traffic comes first: `max_bandwidth` holds for all threads together.
+    """
+    offload = s3_offload.model_copy(update={"max_bandwidth": 20_000_000})
+    store, shard = S3Store(offload, s3server.env, part_chunks=1), write(tmp_path / "shard", LARGE)
+    started = time.monotonic()
+    store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+
+    assert time.monotonic() - started > 2 * CHUNK_BYTES / 20_000_000  # then the last part of three may go
+
+
+@pytest.mark.parametrize(
+    ("change", "final", "says"),
+    [
+        pytest.param({"endpoint": "http://127.0.0.1:9"}, False, "check offload.endpoint", id="nobody listens"),
+        pytest.param({"endpoint": "no address"}, True, "https://host", id="address that is none"),
+        pytest.param({"to": "s3://no-such-bucket/x"}, True, "make the bucket", id="no such bucket"),
+        pytest.param({"secret": "wrong"}, True, "AWS_SECRET_ACCESS_KEY", id="wrong secret"),
+        pytest.param({"key": "nobody"}, True, "AWS_ACCESS_KEY_ID", id="unknown key"),
+    ],
+)
+def test_a_store_that_cannot_be_used_says_what_to_do(s3_offload, s3server, change, final, says):
+    """
+    What passes by itself is not final; what needs a human is, with a hint.
+    """
+    offload = s3_offload.model_copy(update={k: v for k, v in change.items() if k in {"endpoint", "to"}})
+    env = {
+        "AWS_ACCESS_KEY_ID": change.get("key", s3server.env["AWS_ACCESS_KEY_ID"]),
+        "AWS_SECRET_ACCESS_KEY": change.get("secret", s3server.env["AWS_SECRET_ACCESS_KEY"]),
+    }
+
+    with pytest.raises(OffsiteError) as caught:
+        list(open_store(offload, env).list("job/"))
+
+    assert (final, True) == (caught.value.final, says in caught.value.hint)
