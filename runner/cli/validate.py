@@ -11,6 +11,7 @@ from typing import Final
 
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.output import out, out_json
+from runner.cli.planned import planned
 from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
 from runner.words import size
 
@@ -26,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loaded = load_job(args.named or args.config, os.environ)
-    warnings = list(warn(loaded.job, os.environ))
+    warnings = [*planned(loaded.job), *warn(loaded.job, os.environ)]
     if args.json:
         out_json({"job": loaded.job.model_dump(mode="json", by_alias=True), "warnings": warnings})
         return 0

@@ -394,3 +394,130 @@ def test_checkpoints_verify_reads_every_byte(tmp_path, cli):
     assert 4 == after.returncode
     assert 1 == len(json.loads(after.stdout)["checkpoints"][folder.name])
     assert shard_name(0, 1) in after.stderr
+
+
+# ------------------------------------------------------------------------------------- store
+
+
+@pytest.fixture
+def stored(tmp_path) -> str:
+    """Address of a run in a folder that plays the store, with two checkpoints and a status."""
+    run_dir = write_run(tmp_path / "elsewhere" / "llama")
+    for step in (400, 500):
+        write_checkpoint(run_dir / "checkpoints", step, f"{step}".encode() * 1000)
+    return f"file://{run_dir}"
+
+
+def test_status_from_the_store(cli, stored):
+    """
+    How a run is doing can be seen from anywhere, without a way into the machine.
+    """
+    done = cli("status", stored, "--json")
+
+    assert (0, "llama", None) == (
+        done.returncode,
+        json.loads(done.stdout)["job"],
+        json.loads(done.stdout)["runner_alive"],
+    )
+
+
+def test_status_of_a_run_that_the_store_does_not_have(cli, stored):
+    """
+    A wrong name is told from an empty answer.
+    """
+    done = cli("status", f"{stored}x")
+
+    assert (4, f"error: {stored}x: no status.json there") == (done.returncode, done.stderr.splitlines()[0])
+
+
+def test_checkpoints_ls_of_the_store(cli, stored):
+    """
+    The store's own listing, oldest first.
+    """
+    rows = json.loads(cli("checkpoints", "ls", "--json", stored).stdout)
+
+    assert [(400, False, True), (500, False, True)] == [(row["step"], row["local"], row["offsite"]) for row in rows]
+
+
+@pytest.mark.parametrize(("suffix", "step"), [("", 500), ("/checkpoints/step-00000400-0123abcd", 400)])
+def test_restore_brings_a_checkpoint_and_says_where_it_is(tmp_path, cli, stored, suffix, step):
+    """
+    The newest of a run, or the one that is named; standard output is its folder.
+    """
+    done = cli("checkpoints", "restore", f"{stored}{suffix}", str(tmp_path / "here"))
+
+    folder = tmp_path / "here" / f"step-{step:08d}-0123abcd"
+    assert (0, f"{folder}\n") == (done.returncode, done.stdout)
+    assert f"{step}".encode() * 1000 == (folder / shard_name(0, 1)).read_bytes()
+
+
+def test_a_damaged_checkpoint_in_the_store_is_found_and_not_restored(tmp_path, cli, stored):
+    """
+    Bytes that are not those of the manifest are exit code 4, and nothing that looks like a checkpoint is left.
+    """
+    name = "step-00000500-0123abcd"
+    damaged = Path(stored.removeprefix("file://")) / "checkpoints" / name / shard_name(0, 1)
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+
+    verified = cli("checkpoints", "verify", stored, "--json")
+    restored = cli("checkpoints", "restore", stored, str(tmp_path / "here"))
+
+    assert (4, 4) == (verified.returncode, restored.returncode)
+    assert [0, 1] == [len(found) for _, found in sorted(json.loads(verified.stdout)["checkpoints"].items())]
+    assert not (tmp_path / "here" / name).exists()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket", "file:///", "s3://"])
+def test_an_address_without_a_run_is_wrong_usage(cli, address):
+    """
+    A bucket is not a run.
+    """
+    done = cli("checkpoints", "ls", address)
+
+    assert 2 == done.returncode
+    assert "expected the run in its store" in done.stderr
+
+
+# -------------------------------------------------------------------------------------- logs
+
+
+def write_log(run_dir: Path, attempt: int, rank: int, *lines: str) -> Path:
+    path = run_dir / "logs" / f"attempt-{attempt:04d}" / "x" / "attempt_0" / str(rank) / "stdout.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_logs_of_the_last_attempt(tmp_path, cli):
+    """
+    The last lines of every rank; an earlier attempt or one rank by asking.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    write_log(run_dir, 1, 0, "first")
+    write_log(run_dir, 2, 0, "a", "b", "c")
+    write_log(run_dir, 2, 1, "d")
+
+    assert "rank 0: b\nrank 0: c\nrank 1: d\n" == cli("logs", "-n", "2").stdout
+    assert "rank 1: d\n" == cli("logs", "--rank", "1").stdout
+    assert "rank 0: first\n" == cli("logs", "--attempt", "1").stdout
+    assert 2 == cli("logs", "--attempt", "3").returncode
+
+
+def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
+    """
+    New lines come as they are written, those of the next attempt too.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    path = write_log(run_dir, 1, 0, "old")
+    lock = (run_dir / "lock").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    argv = [sys.executable, "-m", "runner", "logs", "-f", str(run_dir)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as follower:
+        assert "rank 0: old\n" == follower.stdout.readline()
+        with path.open("a") as file:
+            file.write("new\n")
+        assert "rank 0: new\n" == follower.stdout.readline()
+        write_log(run_dir, 2, 0, "again")
+        assert "rank 0: again\n" == follower.stdout.readline()
+        lock.close()
+        assert 0 == follower.wait(timeout=30)
