@@ -232,6 +232,9 @@ class SimWorld:
 
     # -------------------------------------------------------------------------- attempts
 
+    def check_launch(self) -> None:
+        pass
+
     def launch(self, attempt: Attempt) -> None:
         if attempt.resume is not None:
             assert attempt.resume in {c.ref for c in self.dir.committed()}

@@ -5,12 +5,14 @@ Only what cannot be observed again goes in, before the act it announces. A line 
 newline was never written: the reader drops it, and the next append starts after it.
 """
 
+import errno
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from runner.facts import Attempt, Conclusion, Ending, Exit, History, Outcome
 from runner.storage.disk import Disk
@@ -132,25 +134,48 @@ def _ended(attempt: Attempt, event: Event) -> Attempt:
     )
 
 
+_TORN: Final = b"#torn\n"  # makes the line before it no JSON, whatever it is
+_BALLAST: Final = ".ballast"
+_BALLAST_BYTES: Final = 1 << 20
+
+
 class Journal:
-    """The file. It is read once; what this process appends is folded as it goes."""
+    """
+    The file. It is read once; what this process appends is folded as it goes.
+
+    A training run that fills the disk must not keep us from writing down how it ended: a
+    megabyte is kept beside the journal, and given up when it is needed.
+    """
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path = path
         self._disk = disk
+        self._ballast = path.with_name(_BALLAST)
         self.history = read(path)
+        if not self._ballast.exists():
+            with suppress(OSError):  # no room for it: then there is none for checkpoints, and preflight says so
+                disk.write(self._ballast, bytes(_BALLAST_BYTES))
 
     def append(self, event: Event) -> History:
         """The event is durable when this returns. Call it before the act it announces."""
+        try:
+            self._append(event)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT} or not self._ballast.exists():
+                raise
+            self._disk.remove(self._ballast)
+            self._append(event)
+        self.history = fold(self.history, event)
+        return self.history
+
+    def _append(self, event: Event) -> None:
         new = not self._path.exists()
         if not new and not _ends_with_newline(self._path):
-            self._disk.append(self._path, b"\n")  # close off a torn line
+            self._disk.append(self._path, _TORN)  # a line that never was must not become one
         self._disk.append(self._path, json.dumps(event, sort_keys=True).encode() + b"\n")
         self._disk.sync(self._path)
         if new:
             self._disk.sync(self._path.parent)
-        self.history = fold(self.history, event)
-        return self.history
 
 
 def read(path: Path) -> History:
@@ -165,12 +190,12 @@ def events(path: Path) -> list[Event]:
     """All whole lines, oldest first."""
     if not path.exists():
         return []
-    found = []
+    found: list[Event] = []
     for raw in path.read_bytes().split(b"\n")[:-1]:
         try:
             event = json.loads(raw)
         except ValueError:
-            continue  # torn by a crash, then closed off by the next append
+            continue  # torn by a crash
         if isinstance(event, dict):
             found.append(event)
     return found
