@@ -286,7 +286,7 @@ class Guardian:
 
     def _on_leave(self) -> None:
         if not self._leaving:
-            log("asked to leave: ending this boot")
+            log("SIGTERM: this boot ends")
         self._leaving = True
 
     def _pause(self, seconds: float) -> None:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     options.state.mkdir(parents=True, exist_ok=True)
     try:
-        with _only_one(options.state), _serving(options) as farm:
+        with _only_one(options.state), serving(options) as farm:
             stops = _count_signals()
             if options.run is None:
                 return _watch(farm, stops)
@@ -123,12 +123,13 @@ def _only_one(state: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _serving(options: Options) -> Iterator[Farm]:
+def serving(options: Options, *, per_minute: int = 60, creates_per_minute: int = 6) -> Iterator[Farm]:
     """The API on loopback, and the farm's ticks, in threads."""
     listener = _listen(options)
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
     farm = Farm(options.state, api_url=url, pace=options.pace, machines=_machines(options), deposit=options.balance)
-    config = uvicorn.Config(make_app(farm), log_level="critical", lifespan="off", access_log=False)
+    app = make_app(farm, per_minute=per_minute, creates_per_minute=creates_per_minute)
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
     end = threading.Event()
     threads = [

@@ -1,0 +1,222 @@
+"""Servers are processes: how they live, restart, stop, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from tests.farmhouse import Farmhouse, python, wait_until
+
+from runner.supervise.process import find
+
+SLEEP = python("import time; time.sleep(600)")
+IGNORES_TERM = python("import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)")
+
+
+def _alive(server: str) -> bool:
+    return bool(find("VRAMFARM_SERVER_ID", server))
+
+
+def test_a_process_is_told_who_it_is(house: Farmhouse):
+    """
+    The names that the API promises, and a workspace that is there.
+    """
+    server = house.rent(python("import os, json; print(json.dumps(dict(os.environ)))"), env={"RUN_ID": "run-7"})
+    house.wait_exited(server)
+
+    env = json.loads(house.log(server))
+
+    assert (server, house.url, house.farm.find(server).key) == (
+        env["VRAMFARM_SERVER_ID"],
+        env["VRAMFARM_API_URL"],
+        env["VRAMFARM_API_KEY"],
+    )
+    assert ("rtx-4090", "1", "0.59", "0", "run-7") == tuple(
+        env[name]
+        for name in (
+            "VRAMFARM_GPU",
+            "VRAMFARM_GPU_COUNT",
+            "VRAMFARM_PRICE_PER_HOUR",
+            "VRAMFARM_RESTART_COUNT",
+            "RUN_ID",
+        )
+    )
+    assert house.disk(server).resolve().samefile(env["VRAMFARM_WORKSPACE"])
+    house.stop(server)
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "restarted"),
+    [
+        ("always", 0, True),
+        ("always", 3, True),
+        ("on_failure", 0, False),
+        ("on_failure", 3, True),
+        ("never", 0, False),
+        ("never", 3, False),
+    ],
+)
+def test_an_exit_restarts_the_container_as_the_policy_says(house: Farmhouse, policy, code, restarted):
+    """
+    On the same disk; the server stays running and billed in every case.
+    """
+    program = f"import os; open('lives', 'a').write('x'); os._exit({code})"
+    server = house.rent(python(program), restart_policy=policy)
+
+    def over(now):
+        return now["container"]["restart_count"] >= 2 if restarted else now["container"]["state"] == "exited"
+
+    now = house.wait(server, over)
+
+    assert "running" == now["state"]
+    assert restarted == ((house.disk(server) / "lives").read_text() > "x")
+    house.stop(server)
+
+
+def test_a_stop_ends_the_process_and_deletes_the_disk(house: Farmhouse):
+    """
+    Nothing of the server is left but its record and its log.
+    """
+    server = house.rent(SLEEP)
+    house.wait_started(server)
+
+    reply = house.stop(server)
+
+    now = house.wait_stopped(server)
+    assert (202, "user_request") == (reply.status, now["state_reason"])
+    assert not house.disk(server).exists()
+    assert not _alive(server)
+
+
+def test_a_stop_that_is_repeated_is_no_error(house: Farmhouse):
+    """
+    200 while it is under way and after; 409 only if it wants to save something else.
+    """
+    server = house.rent(IGNORES_TERM)
+    house.wait(server, lambda _: "up" in house.log(server))
+
+    replies = [house.stop(server, grace_seconds=1) for _ in range(2)]
+    other = house.stop(server, save={"path": "/workspace"})
+    house.wait_stopped(server)
+    late = house.stop(server)
+
+    assert [202, 200, 409, 200] == [reply.status for reply in (*replies, other, late)]
+    assert 137 == house.server(server)["container"]["exit_code"]
+
+
+def test_a_stop_keeps_the_folder_that_is_named(house: Farmhouse):
+    """
+    What the process wrote while it was told to end is in it.
+    """
+    program = (
+        "import signal, sys, time, pathlib\n"
+        "def end(*_):\n    pathlib.Path('out/last').write_text('saved'); sys.exit(0)\n"
+        "signal.signal(15, end); pathlib.Path('out').mkdir(); print('up', flush=True); time.sleep(600)"
+    )
+    server = house.rent(python(program))
+    house.wait(server, lambda _: "up" in house.log(server))
+
+    house.stop(server, save={"path": "/workspace/out", "name": "run-7"})
+
+    save = house.wait_stopped(server)["save"]
+    assert ("complete", "run-7", 5, 1) == (save["state"], save["name"], save["bytes"], save["files"])
+    assert "saved" == (house.farm.state / "saves" / save["id"] / "last").read_text()
+    assert not house.disk(server).exists()
+
+
+def test_a_saved_folder_comes_back_on_another_server(house: Farmhouse):
+    """
+    A new server with `restore_save_id` starts with it.
+    """
+    first = house.rent(python("open('a', 'w').write('1')"))
+    house.wait_exited(first)
+    house.stop(first, save={"path": "/workspace"})
+    save = house.wait_stopped(first)["save"]["id"]
+
+    second = house.rent(python("print(open('a').read())"), restore_save_id=save)
+
+    house.wait_exited(second)
+    assert "1\n" == house.log(second)
+    house.stop(second)
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "state"), [("keep_running", "running"), ("stop_anyway", "stopped")], ids=["keep", "stop"]
+)
+def test_a_save_that_fails_keeps_the_server_or_not_as_asked(house: Farmhouse, on_failure, state):
+    """
+    With keep_running the container is started again.
+    """
+    server = house.rent(SLEEP, restart_policy="always")
+    house.wait_started(server)
+
+    house.stop(server, save={"path": "/workspace/none"}, on_save_failure=on_failure)
+
+    now = house.wait(server, lambda now: now["save"] and now["state"] == state)
+    assert "failed" == now["save"]["state"]
+    if state == "running":
+        house.wait(server, lambda now: now["container"]["restart_count"] == 1)
+        house.stop(server)
+        house.wait_stopped(server)
+
+
+def test_a_folder_outside_the_disk_is_not_saved(house: Farmhouse):
+    """
+    Neither by its path nor by a link.
+    """
+    server = house.rent(python("import os; os.symlink('/etc', 'link'); print('up')"))
+    house.wait_exited(server)
+
+    paths = ("/etc", "/workspace/../../..", "/workspace/link")
+    saves = [
+        house.call("POST", f"/servers/{server}/saves", {"path": path}, Idempotency_Key=f"outside-{n}-{server}")
+        for n, path in enumerate(paths)
+    ]
+
+    assert ["failed"] * 3 == [json.loads(save.body)["state"] for save in saves]
+    house.stop(server)
+
+
+def test_strays_end_with_their_container(house: Farmhouse):
+    """
+    As in a namespace: no process of the server outlives its first one.
+    """
+    program = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True); print('up')"
+    server = house.rent(python(program))
+
+    house.wait_exited(server)
+
+    assert not _alive(server)
+    house.stop(server)
+
+
+def test_a_container_whose_every_process_is_killed_is_started_again(house: Farmhouse):
+    """
+    PID 1 of the server included: an exit nobody recorded is 137.
+    """
+    server = house.rent(SLEEP, restart_policy="always")
+    house.wait_started(server)
+    victims = wait_until(lambda: find("VRAMFARM_SERVER_ID", server))
+    pid_1 = json.loads((house.disk(server).parent / "pid.json").read_text())["pid"]
+
+    for pid in (pid_1, *(victim.pid for victim in victims)):
+        os.kill(pid, 9)
+
+    house.wait(server, lambda now: now["container"]["restart_count"] == 1)
+    events = json.loads(house.call("GET", f"/servers/{server}/events").body)["events"]
+    assert [137] == [e["data"]["exit_code"] for e in events if e["type"] == "container.exited"]
+    house.stop(server)
+
+
+def test_a_rental_that_ends_stops_the_server(house: Farmhouse):
+    """
+    The provider's own stop keeps the workspace.
+    """
+    server = house.rent(SLEEP)
+    house.wait_started(server)
+
+    house.call("POST", "/_sim/clock", {"advance_seconds": 86_400})
+
+    now = house.wait_stopped(server)
+    assert ("rental_ended", "complete") == (now["state_reason"], now["save"]["state"])
