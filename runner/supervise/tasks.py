@@ -119,6 +119,7 @@ class TaskBoard:
             error=str(task.last["error"]) if task.last else _died(kind, code, task.error_tail()),
             final=bool(task.last.get("final", False)),
             hint=str(task.last.get("hint", "")),
+            damaged=bool(task.last.get("damaged", False)),
             failures=1 + (before.failures if before else 0),
             since=before.since if before else now,
         )

@@ -9,11 +9,11 @@ from runner.adapters.launchers.launch import run_module
 from runner.errors import JobError
 from runner.job import LauncherName
 
-PYTHON = Path("/env/bin/python")
+PYTHON = "/env/bin/python"
 
 
 def launch(*words):
-    return Launch(python=PYTHON, words=words, num_procs=8, log_dir=Path("/logs"))
+    return Launch(python=PYTHON, command=words, num_procs=8, log_dir=Path("/logs"))
 
 
 def test_every_launcher_of_the_job_file_exists():
@@ -63,7 +63,7 @@ def test_a_launcher_is_called_as_it_documents(name, words, expected):
     """
     argv = LAUNCHERS[LauncherName(name)].argv(launch(*words))
 
-    assert (str(PYTHON), "-P", "-c") == argv[:3]
+    assert (PYTHON, "-P", "-c") == argv[:3]
     assert expected == argv[4:]
 
 
@@ -87,7 +87,7 @@ def test_a_module_runs_out_of_reach_of_the_users_files(tmp_path):
     """
     (tmp_path / "json.py").write_text("raise RuntimeError('not the real one')")
     (tmp_path / "mine.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]), __name__)")
-    argv = run_module(Path(sys.executable), "mine", "--flag", "a b")
+    argv = run_module(sys.executable, "mine", "--flag", "a b")
 
     done = subprocess.run(
         argv, cwd=tmp_path, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=20, check=True

@@ -23,7 +23,7 @@ def torchrun(marker, tmp_path):
         folder = tmp_path / "run" / "attempt-0001"
         (tmp_path / "code").mkdir()
         (tmp_path / "code" / "train.py").write_text(code)
-        launch = Launch(python=Path(sys.executable), words=("code/train.py",), num_procs=2, log_dir=folder)
+        launch = Launch(python=sys.executable, command=("code/train.py",), num_procs=2, log_dir=folder)
         spec = attempt.LaunchSpec(
             number=1,
             id=marker,

@@ -51,9 +51,9 @@ def split_command(text: str, *, resume_args: Sequence[str], values: Mapping[str,
 
 def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | None = None) -> None:
     """Raise `JobError` if what the launcher would start is not there, or cannot be read."""
-    if not launch.words:
+    if not launch.command:
         raise JobError("command: expected a script and its arguments, got nothing")
-    target = LAUNCHERS[name].target(launch.words)
+    target = LAUNCHERS[name].target(launch.command)
     if target is None:
         return
     if name is LauncherName.COMMAND:

@@ -17,7 +17,7 @@ def argv(launch: Launch) -> tuple[str, ...]:
         "--tee=3",
         f"--log_dir={launch.log_dir}",
     )
-    return run_module(launch.python, "accelerate.commands.launch", *options, *launch.words)
+    return run_module(launch.python, "accelerate.commands.launch", *options, *launch.command)
 
 
 def target(words: tuple[str, ...]) -> str | None:

@@ -8,7 +8,7 @@ from runner.adapters.launchers.launch import Launch, first_file, run_module
 
 def argv(launch: Launch) -> tuple[str, ...]:
     module = ("--module", "axolotl.cli.train")
-    return run_module(launch.python, "torch.distributed.run", *torchrun.options(launch), *module, *launch.words)
+    return run_module(launch.python, "torch.distributed.run", *torchrun.options(launch), *module, *launch.command)
 
 
 def target(words: tuple[str, ...]) -> str | None:

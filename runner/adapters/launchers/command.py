@@ -6,8 +6,8 @@ from runner.adapters.launchers.launch import Launch
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    program, *arguments = launch.words
-    return (str(launch.python) if _is_python(program) else program, *arguments)
+    program, *arguments = launch.command
+    return (launch.python if _is_python(program) else program, *arguments)
 
 
 def target(words: tuple[str, ...]) -> str | None:

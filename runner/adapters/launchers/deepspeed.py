@@ -15,7 +15,7 @@ def argv(launch: Launch) -> tuple[str, ...]:
         f"--num_gpus={launch.num_procs}",
         f"--enable_each_rank_log={launch.log_dir}",
     )
-    return run_module(launch.python, "deepspeed.launcher.runner", *options, *launch.words)
+    return run_module(launch.python, "deepspeed.launcher.runner", *options, *launch.command)
 
 
 def target(words: tuple[str, ...]) -> str | None:

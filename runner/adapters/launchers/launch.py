@@ -9,10 +9,10 @@ from typing import Final, Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One launch: `words` are the user's command, filled in."""
+    """One launch: `command` is the user's, in words, filled in."""
 
-    python: Path  # the training interpreter
-    words: tuple[str, ...]
+    python: str  # the training interpreter
+    command: tuple[str, ...]
     num_procs: int
     log_dir: Path  # for one file per rank and stream
 
@@ -41,9 +41,9 @@ _BOOT: Final = (
 )
 
 
-def run_module(python: Path, module: str, *arguments: str) -> tuple[str, ...]:
+def run_module(python: str, module: str, *arguments: str) -> tuple[str, ...]:
     """Argv that runs a module of the training environment as `python -m` would, out of the user's reach."""
-    return (str(python), "-P", "-c", _BOOT, module, *arguments)
+    return (python, "-P", "-c", _BOOT, module, *arguments)
 
 
 def first_file(words: tuple[str, ...]) -> str | None:

@@ -6,7 +6,7 @@ from runner.adapters.launchers.launch import Launch, first_file, run_module
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    return run_module(launch.python, "torch.distributed.run", *options(launch), *launch.words)
+    return run_module(launch.python, "torch.distributed.run", *options(launch), *launch.command)
 
 
 def options(launch: Launch) -> tuple[str, ...]:

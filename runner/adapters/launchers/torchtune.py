@@ -11,7 +11,7 @@ from runner.adapters.launchers.launch import Launch, run_module
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    return run_module(launch.python, "torchtune._cli.tune", "run", *torchrun.options(launch), *launch.words)
+    return run_module(launch.python, "torchtune._cli.tune", "run", *torchrun.options(launch), *launch.command)
 
 
 def target(words: tuple[str, ...]) -> str | None:  # noqa: ARG001  # a recipe is a name or a file: it knows which

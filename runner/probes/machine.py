@@ -1,0 +1,271 @@
+"""Cards, shared memory, disks, the training interpreter. Nothing here needs the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from runner.errors import JobError, MachineError
+from runner.probes.finding import Finding, Severity
+
+_SMI_FIELDS: Final = ("index", "uuid", "name", "memory.total", "driver_version")
+_SMI_LIMIT_S: Final = 30.0  # a first call may have to load the driver
+_PYTHON_LIMIT_S: Final = 60.0  # torch's metadata may lie on a slow network disk
+_SMALL_SHM_BYTES: Final = 1 << 30
+_MIB: Final = 1 << 20
+
+
+# ----------------------------------------------------------------------------------- cards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def read_cards(*, program: str = "nvidia-smi", timeout_s: float = _SMI_LIMIT_S) -> tuple[Card, ...]:
+    """
+    Return the cards of this machine; none where there is no NVIDIA driver.
+
+    `MachineError` if there is a driver and it does not answer: then there are cards that
+    cannot be used.
+    """
+    argv = (program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits")
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except FileNotFoundError:
+        return ()
+    except subprocess.TimeoutExpired:
+        raise MachineError(
+            f"{program}: expected an answer within {timeout_s:.0f}s, got none: a card or the driver hangs",
+            hint="this machine has to be restarted by its owner: rent another one",
+        ) from None
+    if done.returncode != 0:
+        if "No devices were found" in done.stdout + done.stderr:
+            return ()
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise MachineError(
+            f"{program}: expected a list of cards, got: {said}",
+            hint="the driver of this machine is broken or does not match the container: rent another one",
+        )
+    return tuple(_parse_card(line) for line in done.stdout.splitlines() if line.strip())
+
+
+def count_cards(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many cards training may use: CUDA_VISIBLE_DEVICES counts where it is set."""
+    return len(visible(read_cards(), env.get("CUDA_VISIBLE_DEVICES")))
+
+
+def visible(cards: Sequence[Card], names: str | None) -> tuple[Card, ...]:
+    """Return the cards that CUDA_VISIBLE_DEVICES lets through: as CUDA does, up to the first it does not know."""
+    if names is None:
+        return tuple(cards)
+    found: list[Card] = []
+    for name in names.split(","):
+        card = next((c for c in cards if name.strip() and _is_called(c, name.strip())), None)
+        if card is None:
+            break
+        found.append(card)
+    return tuple(found)
+
+
+def probe_cards(env: Mapping[str, str] = os.environ, *, program: str = "nvidia-smi") -> Finding:
+    """Say which cards there are. None is a finding, not an error."""
+    try:
+        cards = visible(read_cards(program=program), env.get("CUDA_VISIBLE_DEVICES"))
+    except MachineError as error:
+        return Finding(name="cards", severity=Severity.REFUSE, message=str(error), hint=error.hint)
+    facts = {"count": len(cards), "names": [c.name for c in cards], "memory_bytes": [c.memory_bytes for c in cards]}
+    if not cards:
+        hint = "start the container with --gpus all, or set `cpu_processes`"
+        return Finding(name="cards", severity=Severity.WARN, message="no card found", hint=hint, facts=facts)
+    kinds = {(c.name, c.memory_bytes) for c in cards}
+    if len(kinds) > 1:
+        told = ", ".join(sorted(name for name, _ in kinds))
+        hint = "the slowest card, and the smallest memory, set the pace for all"
+        return Finding(name="cards", severity=Severity.WARN, message=f"cards differ: {told}", hint=hint, facts=facts)
+    memory = cards[0].memory_bytes / (1 << 30)
+    message = f"{len(cards)} x {cards[0].name}, {memory:.0f} GiB, driver {cards[0].driver}"
+    return Finding(name="cards", severity=Severity.OK, message=message, facts=facts)
+
+
+def _parse_card(line: str) -> Card:
+    index, uuid, name, memory, driver = (part.strip() for part in line.split(","))
+    size = int(memory) * _MIB if memory.isdecimal() else 0  # "[N/A]" on some shared-memory chips
+    return Card(index=int(index), uuid=uuid, name=name, memory_bytes=size, driver=driver)
+
+
+def _is_called(card: Card, name: str) -> bool:
+    return name == str(card.index) or (name.startswith("GPU-") and card.uuid.startswith(name))
+
+
+# ------------------------------------------------------------------------- memory and disks
+
+
+def probe_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108  # it is what we look at
+    """Say how large /dev/shm is: NCCL and DataLoader workers fail when it is full."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        hint = "start the container with --ipc=host or --shm-size=16g"
+        return Finding(name="shared_memory", severity=Severity.WARN, message=f"{folder}: {error.strerror}", hint=hint)
+    facts = {"size_bytes": usage.total, "free_bytes": usage.free}
+    message = f"{folder}: {_gib(usage.free)} free of {_gib(usage.total)}"
+    if usage.free >= _SMALL_SHM_BYTES:
+        return Finding(name="shared_memory", severity=Severity.OK, message=message, facts=facts)
+    hint = "NCCL and data workers need more: start the container with --ipc=host or --shm-size=16g"
+    return Finding(name="shared_memory", severity=Severity.WARN, message=message, hint=hint, facts=facts)
+
+
+def probe_disk(folder: Path) -> Finding:
+    """Say how much is free where `folder` is, after a small file was written there, synced and removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        took_s = _write_and_sync(folder / f".probe-{os.getpid()}")
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return Finding(
+            name="disk",
+            severity=Severity.REFUSE,
+            message=f"{folder}: expected a folder that can be written, got: {error.strerror}",
+            hint="mount a volume there that this user may write, or free some space",
+        )
+    facts = {"free_bytes": usage.free, "size_bytes": usage.total, "sync_s": took_s}
+    message = f"{folder}: {_gib(usage.free)} free of {_gib(usage.total)}, a synced write takes {took_s * 1000:.0f} ms"
+    return Finding(name="disk", severity=Severity.OK, message=message, facts=facts)
+
+
+def probe_readable(folder: Path) -> Finding:
+    """Say whether this user can list a folder and read what is in it."""
+    try:
+        unreadable = next((entry for entry in folder.iterdir() if not os.access(entry, os.R_OK)), None)
+    except OSError as error:
+        hint = "check the path and its permissions"
+        message = f"{folder}: expected a folder that can be read, got: {error.strerror}"
+        return Finding(name="readable", severity=Severity.REFUSE, message=message, hint=hint)
+    if unreadable is None:
+        return Finding(name="readable", severity=Severity.OK, message=f"{folder}: can be read")
+    hint = f"chmod -R u+rX {folder}, as its owner"
+    return Finding(name="readable", severity=Severity.WARN, message=f"{unreadable}: cannot be read", hint=hint)
+
+
+def _write_and_sync(path: Path) -> float:
+    started = time.monotonic()
+    try:
+        with path.open("wb") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+    return time.monotonic() - started
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.1f} GiB"
+
+
+# ---------------------------------------------------------------------------------- python
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Python:
+    """A training interpreter; `torch` is the version it has."""
+
+    path: Path
+    version: str
+    torch: str
+
+
+_ASK: Final = """
+import importlib.metadata, importlib.util, json, sys
+spec = importlib.util.find_spec("torch")
+try: torch = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError: torch = "unknown" if spec else ""
+print(json.dumps({"version": sys.version.split()[0], "torch": torch if spec else ""}))
+"""
+
+
+def find_python(policy: str, *, path: str | None = None, timeout_s: float = _PYTHON_LIMIT_S) -> Python:
+    """
+    Return the training interpreter that `python:` in job.yaml asks for, or `JobError`.
+
+    `auto`: the first of `python3` on PATH and the supervisor's own that has torch. Anything
+    else is an interpreter, or a virtual environment. torch is looked for, not imported.
+    """
+    if policy == "auto":
+        return _first_with_torch(path, timeout_s)
+    program = _in_environment(Path(policy).expanduser())
+    found = _ask(program, timeout_s) if program else None
+    if found is None:
+        raise JobError(
+            f"python: expected an interpreter or a virtual environment, found none at {policy}",
+            hint="give the path of python, or of the folder that holds bin/python",
+        )
+    if not found.torch:
+        raise JobError(
+            f"python: expected torch in {policy} (Python {found.version}), found none",
+            hint="install torch there, or name the environment that has it",
+        )
+    return found
+
+
+def _first_with_torch(path: str | None, timeout_s: float) -> Python:
+    tried = []
+    for program in _candidates(path):
+        found = _ask(program, timeout_s)
+        if found is not None and found.torch:
+            return found
+        tried.append(str(program))
+    raise JobError(
+        f"python: auto: expected torch, found none in {', '.join(tried) or 'PATH, which has no python3'}",
+        hint="set `python:` to the interpreter or virtual environment that has torch",
+    )
+
+
+def _candidates(path: str | None) -> Iterable[Path]:
+    on_path = shutil.which("python3", path=path)
+    return dict.fromkeys(Path(program) for program in (on_path, sys.executable) if program)
+
+
+def _in_environment(given: Path) -> Path | None:
+    places = (given, given / "bin" / "python", given / "bin" / "python3")
+    return next((place.absolute() for place in places if place.is_file() and os.access(place, os.X_OK)), None)
+
+
+def _ask(program: Path, timeout_s: float) -> Python | None:
+    # -P, and "/": a torch.py in the working folder is not torch. Never resolve(): a virtual
+    # environment's python is a link, and is one by its name only.
+    try:
+        done = subprocess.run(
+            (str(program), "-P", "-c", _ASK), cwd="/", capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        told = json.loads(done.stdout)
+        return Python(path=program, version=str(told["version"]), torch=str(told["torch"]))
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+        return None
+
+
+# --------------------------------------------------------------------------------- history
+
+
+def first_boot_at(workspace: Path) -> datetime | None:
+    """Return when this server was first seen, as the guardian wrote it down; None if it did not."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        fields = json.loads((workspace / ".vramfarm" / "guardian.json").read_bytes())
+        return datetime.fromisoformat(fields["first_boot_at"])
+    return None
