@@ -25,7 +25,7 @@ def find_server() -> str | None:
 
 
 class S3Server:
-    """Running from `start` to `stop`, on ports of its own; what it acknowledged survives `kill`."""
+    """Running from `start` to `stop`, on ports of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,18 +87,11 @@ class S3Server:
             config=Config(s3={"addressing_style": "path"}, **config),
         )
 
-    def kill(self) -> None:
+    def stop(self) -> None:
+        """At once: nobody needs the objects any more."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=10)
-
-    def stop(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.kill()
 
 
 def _free_ports(number: int) -> list[int]:

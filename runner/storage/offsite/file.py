@@ -117,9 +117,8 @@ class FileStore:
             path = self._path(key)
             self._disk.remove(path)
             for parent in path.parents:
-                if parent == self._root or not parent.is_dir() or any(parent.iterdir()):
+                if parent == self._root or not _remove_if_empty(parent):
                     break
-                self._disk.remove(parent)
 
     def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
         with self._plain_words(prefix):
@@ -158,6 +157,16 @@ class FileStore:
             final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
             hint = "may this user write there?" if isinstance(error, PermissionError) else ""
             raise OffsiteError(f"{self.address}/{key}: {error.strerror}", hint=hint, final=final) from error
+
+
+def _remove_if_empty(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _refuse(error: OSError) -> None:

@@ -1,0 +1,449 @@
+"""What survives between a disk and a store: run against a folder and against a real S3 server."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.job import OffloadPolicy
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.offsite import OffsiteError, open_store, transfer
+from tests.fakes import FaultyDisk, Loss, PowerLoss
+from tests.s3server import BUCKET
+from tests.storage.examples import SHARDS, commit
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
+
+FOLDER = "job/checkpoints"
+FIRST = next(iter(SHARDS))
+
+
+def ignore(fraction, note):
+    """Where nobody asks for progress."""
+
+
+def elsewhere(tmp_path):
+    """Another machine's empty disk."""
+    return CheckpointDir(tmp_path / "elsewhere" / "checkpoints", Disk())
+
+
+def contents(directory, ref):
+    folder = directory.path(ref)
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def uploaded(store, directory, step=500, **kind):
+    manifest = commit(directory, step, **kind)
+    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    return manifest
+
+
+def steps(store):
+    return [checkpoint.ref.step for checkpoint in transfer.survey(store, "job").checkpoints]
+
+
+# ---------------------------------------------------------------------------------- there and back
+
+
+def test_a_checkpoint_comes_back_as_it_went(store, directory, tmp_path):
+    """
+    On another machine every byte is the same, and it is committed there.
+    """
+    manifest, told = uploaded(store, directory), []
+    there = elsewhere(tmp_path)
+    checkpoint = transfer.restore(store, "job", manifest.ref, there, lambda fraction, note: told.append(fraction))
+
+    assert directory.committed() == there.committed() == (checkpoint,)
+    assert contents(directory, manifest.ref) == contents(there, manifest.ref)
+    assert ((), 1.0) == (there.leftovers(), told[-1])
+
+
+def test_a_survey_knows_what_the_disk_knew(store, directory):
+    """
+    The store alone is enough to go on from, in the order of age.
+    """
+    for step, lineage in ((1000, 1), (300, 2)):
+        uploaded(store, directory, step, lineage=lineage)
+
+    found = transfer.survey(store, "job")
+
+    assert directory.committed() == found.checkpoints
+    assert ((), None) == (found.unusable, found.outcome)
+
+
+def test_an_upload_is_safe_to_repeat(store, directory):
+    """
+    A lost acknowledgement, even of the manifest, is no conflict with ourselves.
+    """
+    manifest = uploaded(store, directory)
+    before = {entry.key: entry.modified_at for entry in store.list("job/")}
+    transfer.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert before == {entry.key: entry.modified_at for entry in store.list("job/")}
+
+
+def test_a_restored_checkpoint_may_be_uploaded_again(store, directory, tmp_path):
+    """
+    Its manifest need not be spelled as the first one was; it must say the same.
+    """
+    manifest = commit(directory)
+    path = directory.path(manifest.ref) / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_bytes()), indent=4))
+    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    there = elsewhere(tmp_path)
+    transfer.restore(store, "job", manifest.ref, there, ignore)
+
+    transfer.upload(store, "job", there, manifest.ref, ignore)
+
+    assert [500] == steps(store)
+
+
+def test_anothers_checkpoint_under_our_name_is_an_error(store, directory):
+    """
+    Two runs with one name would mix: the second is told, and nothing is overwritten.
+    """
+    manifest = commit(directory)
+    theirs = dump_manifest(replace(manifest, attempt=7))
+    store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", theirs)
+
+    with pytest.raises(OffsiteError, match="got another one") as caught:
+        transfer.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert caught.value.final
+    assert theirs == store.get(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
+
+
+def test_a_checkpoint_that_is_damaged_here_does_not_go_there(store, directory):
+    """
+    A good copy of bad bytes would be trusted later.
+    """
+    manifest = commit(directory)
+    Disk().write_at(directory.path(manifest.ref) / FIRST, 7, b"!")
+
+    with pytest.raises(OffsiteError, match="it was not sent") as caught:
+        transfer.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert (True, True, []) == (caught.value.final, caught.value.damaged, steps(store))
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist(store, directory):
+    """
+    Shards of an upload that has not ended are neither offered nor a problem.
+    """
+    uploaded(store, directory, 400)
+    store.put(f"{FOLDER}/step-00000500-000001f4/{FIRST}", b"half")
+
+    found = transfer.survey(store, "job")
+
+    assert ([400], ()) == ([c.ref.step for c in found.checkpoints], found.unusable)
+
+
+def test_an_outcome_is_read_and_nonsense_is_reported(store):
+    """
+    A job that is over is not begun again; what cannot be read is said.
+    """
+    transfer.publish(store, "job", {"outcome.json": b'{"outcome": "succeeded"}'})
+    good = transfer.survey(store, "job")
+    transfer.publish(store, "job", {"outcome.json": b"[" * 100_000})
+    bad = transfer.survey(store, "job")
+
+    assert ({"outcome": "succeeded"}, ()) == (good.outcome, good.unusable)
+    assert (None, ("outcome.json: expected a JSON object",)) == (bad.outcome, bad.unusable)
+
+
+# ----------------------------------------------------------------------------------------- damage
+
+
+def test_damage_in_the_store_is_found_by_verify(store, directory):
+    """
+    The same size is not enough.
+    """
+    manifest = uploaded(store, directory)
+    whole = transfer.verify(store, "job", manifest.ref)
+    store.put(f"{FOLDER}/{manifest.ref.name}/{FIRST}", b"ZERO" * 50)
+
+    with pytest.raises(OffsiteError, match=FIRST) as caught:
+        transfer.verify(store, "job", manifest.ref)
+
+    assert (manifest, True) == (whole, caught.value.damaged)
+
+
+def test_damage_in_the_store_is_not_restored(store, directory, tmp_path):
+    """
+    The caller is told to take the next older, and nothing is committed here.
+    """
+    manifest = uploaded(store, directory)
+    store.put(f"{FOLDER}/{manifest.ref.name}/{FIRST}", b"ZERO" * 50)
+    there = elsewhere(tmp_path)
+
+    with pytest.raises(OffsiteError, match="chunk 0: expected crc32") as caught:
+        transfer.restore(store, "job", manifest.ref, there, ignore)
+
+    assert (True, True, ()) == (caught.value.final, caught.value.damaged, there.committed())
+
+
+def test_damage_in_the_store_is_repaired_by_an_upload(store, directory):
+    """
+    As long as the good bytes are here.
+    """
+    manifest = uploaded(store, directory)
+    store.put(f"{FOLDER}/{manifest.ref.name}/{FIRST}", b"ZERO" * 50)
+    transfer.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert manifest == transfer.verify(store, "job", manifest.ref)
+
+
+def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path):
+    """
+    With the numbers; a full disk would stop more than the restore.
+    """
+    chunks = 200_000
+    manifest = commit(CheckpointDir(tmp_path, Disk()))
+    huge = replace(manifest, shards=(Shard("huge", chunks * CHUNK_BYTES, (0,) * chunks),))
+    store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", dump_manifest(huge))
+
+    with pytest.raises(OffsiteError, match=r"expected 1677\.8 GB free") as caught:
+        transfer.restore(store, "job", manifest.ref, elsewhere(tmp_path), ignore)
+
+    assert (True, False) == (caught.value.final, caught.value.damaged)
+    assert [] == list(elsewhere(tmp_path).root.iterdir())
+
+
+# --------------------------------------------------------------------------------------- hostility
+
+
+def _spoiled(**changes):
+    def spoil(fields):
+        return json.dumps(fields | changes).encode()
+
+    return spoil
+
+
+def _shard(**changes):
+    def spoil(fields):
+        fields["shards"][0] |= changes
+        return json.dumps(fields).encode()
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda fields: b"\x80\x04.", id="not JSON"),
+        pytest.param(lambda fields: b"[" * 200_000, id="JSON that is too deep"),
+        pytest.param(lambda fields: b" " * ((64 << 20) + 1), id="larger than any manifest"),
+        pytest.param(_spoiled(step=501), id="manifest of another checkpoint"),
+        pytest.param(_spoiled(written_at="soon"), id="no time"),
+        pytest.param(_spoiled(algorithm="md5"), id="unknown checksum"),
+        pytest.param(_spoiled(shards=[{"path": str(n)} for n in range(70_000)]), id="too many shards"),
+        pytest.param(_spoiled(shards=10**9), id="a number of shards"),
+        pytest.param(_shard(path="../../../../etc/passwd"), id="path that climbs out"),
+        pytest.param(_shard(path="/etc/passwd"), id="absolute path"),
+        pytest.param(_shard(path="not-there"), id="shard that is not there"),
+        pytest.param(_shard(size_bytes=201), id="shard of another size"),
+        pytest.param(_shard(size_bytes=-1), id="shard of no size"),
+        pytest.param(_shard(size_bytes=10**18, checksums=[1]), id="shard larger than its checksums"),
+    ],
+)
+def test_what_is_broken_or_hostile_in_a_store_is_named_and_passed_over(store, directory, tmp_path, spoil):
+    """
+    Nothing out of a bucket is trusted, nothing of it is written here, and the good ones stay usable.
+    """
+    good, bad = uploaded(store, directory, 400), uploaded(store, directory, 500)
+    store.put(f"{FOLDER}/{bad.ref.name}/{MANIFEST}", spoil(json.loads(dump_manifest(bad))))
+
+    found = transfer.survey(store, "job")
+
+    assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
+    assert [bad.ref.name] == [problem.partition(":")[0] for problem in found.unusable]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_names_that_are_none_are_not_looked_at(s3_offload, s3server, directory):
+    """
+    A bucket may hold anything beside our checkpoints.
+    """
+    store = open_store(s3_offload, s3server.env)
+    good = uploaded(store, directory)
+    prefix = f"{s3_offload.to.removeprefix(f's3://{BUCKET}/')}/{FOLDER}"
+    names = (f"/{MANIFEST}", f"step-1-x/{MANIFEST}", "loose", f"step-00000900-0000000a//{MANIFEST}", "a b/\nc")
+    for name in names:
+        s3server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"{}")
+
+    found = transfer.survey(store, "job")
+
+    assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
+    assert all(problem.startswith("step-00000900") for problem in found.unusable)  # this server joins slashes
+
+
+# -------------------------------------------------------------------------------------------- tidy
+
+
+def test_tidy_keeps_the_newest_and_what_is_pinned(store, directory):
+    """
+    And the newest even when nothing is to be kept.
+    """
+    manifests = [uploaded(store, directory, step) for step in (100, 200, 300, 400)]
+    removed = transfer.tidy(store, "job", keep_last=2, pinned=[manifests[0].ref])
+    kept = steps(store)
+    transfer.tidy(store, "job", keep_last=0)
+
+    assert ((manifests[1].ref.name,), [100, 300, 400], [400]) == (removed, kept, steps(store))
+    assert {manifests[3].ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
+
+
+def test_tidy_without_a_whole_checkpoint_removes_nothing(store, directory):
+    """
+    Then whatever there is may be all there is.
+    """
+    manifest = uploaded(store, directory)
+    store.delete(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
+
+    assert () == transfer.tidy(store, "job", keep_last=1)
+    assert len(SHARDS) == len(list(store.list("job/")))
+
+
+def test_tidy_removes_what_an_upload_left_behind(store, directory):
+    """
+    Shards without a manifest go once a later checkpoint is complete; not before, and not what is being uploaded.
+    """
+    left, going, now = (f"step-00000{n}00-0000000a" for n in (1, 2, 9))
+    for name in (left, going):
+        store.put(f"{FOLDER}/{name}/shard", b"orphan")
+    time.sleep(1.1)  # a server's clock ticks in seconds
+    manifest = uploaded(store, directory, 500)
+    store.put(f"{FOLDER}/{now}/shard", b"orphan")
+    pinned = replace(manifest.ref, step=200, id="0000000a")
+
+    assert (left,) == transfer.tidy(store, "job", keep_last=1, pinned=[pinned])
+    assert {going, now, manifest.ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
+
+
+# ----------------------------------------------------------------------------------------- publish
+
+
+def test_published_files_are_there_under_the_jobs_name(store, tmp_path):
+    """
+    Small ones, large ones, and bytes; and a later version replaces an earlier one.
+    """
+    (tmp_path / "journal.jsonl").write_bytes(b"1\n")
+    (tmp_path / "large.log").write_bytes(b"x" * (CHUNK_BYTES + 1))
+    files = {
+        "journal.jsonl": tmp_path / "journal.jsonl",
+        "logs/large.log": tmp_path / "large.log",
+        "status.json": b"{}",
+    }
+    transfer.publish(store, "job", files)
+    (tmp_path / "journal.jsonl").write_bytes(b"1\n2\n")
+    transfer.publish(store, "job", files)
+
+    sizes = {entry.key: entry.size_bytes for entry in store.list("job/")}
+
+    assert {"job/journal.jsonl": 4, "job/logs/large.log": CHUNK_BYTES + 1, "job/status.json": 2} == sizes
+
+
+# --------------------------------------------------------------------------- kills and power losses
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("fail_at", range(16))
+def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, directory, fail_at, loss):
+    """
+    After a power loss at any operation nothing half-restored is listed, and the next restore succeeds.
+    """
+    store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
+    manifest = uploaded(store, directory)
+    root = tmp_path / "elsewhere"
+    root.mkdir()
+    disk = FaultyDisk(root, fail_at)
+    try:
+        transfer.restore(store, "job", manifest.ref, CheckpointDir(root, disk), ignore)
+    except PowerLoss:
+        disk.lose(loss, seed=fail_at)
+    else:
+        disk.lose(loss)
+        assert 1 == len(CheckpointDir(root, Disk()).committed())
+
+    after = CheckpointDir(root, Disk())
+    listed = [after.verify(checkpoint.ref) for checkpoint in after.committed()]
+    transfer.restore(store, "job", manifest.ref, after, ignore)
+
+    assert [()] * len(listed) == listed
+    assert contents(directory, manifest.ref) == contents(after, manifest.ref)
+    assert ((), ()) == (after.leftovers(), after.problems())
+
+
+MOVE = """
+import json, os, sys
+from pathlib import Path
+from runner.job import OffloadPolicy
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.offsite import open_store, transfer
+from vramfarm.protocol import Ref
+what, offload, root, ref = sys.argv[1], OffloadPolicy(**json.loads(sys.argv[2])), Path(sys.argv[3]), Ref(*json.loads(sys.argv[4]))
+say = lambda fraction, note: print(fraction, note, flush=True)
+getattr(transfer, what)(open_store(offload, os.environ), "job", *([CheckpointDir(root, Disk()), ref] if what == "upload" else [ref, CheckpointDir(root, Disk())]), say)
+"""
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, directory, tmp_path, kind):
+    """
+    Killed at random moments and started again, an upload and a restore end with the same bytes, and never look whole before.
+    """
+    offload, env = OffloadPolicy(to=f"file://{tmp_path}/store"), {}
+    if kind == "s3":
+        offload, env = request.getfixturevalue("s3_offload"), request.getfixturevalue("s3server").env
+        offload = offload.model_copy(update={"max_bandwidth": 60_000_000})
+    chance = random.Random(seed := int.from_bytes(os.urandom(4), "big"))
+    print(f"seed {seed}")
+    shards = {"large": chance.randbytes(5 * CHUNK_BYTES + 1), "small": b"small", "empty": b""}
+    ref = commit(directory, shards=shards).ref
+    store, there = open_store(offload, env), elsewhere(tmp_path)
+
+    for _ in range(4):
+        move("upload", (offload, env), directory.root, ref, kill_after_s=chance.uniform(0, 0.8))
+        for checkpoint in transfer.survey(store, "job").checkpoints:
+            transfer.verify(store, "job", checkpoint.ref)
+    assert 0 == move("upload", (offload, env), directory.root, ref)
+    assert shards == {shard.path: _download(store, ref, shard) for shard in transfer.verify(store, "job", ref).shards}
+
+    for _ in range(4):
+        move("restore", (offload, env), there.root, ref, kill_after_s=chance.uniform(0, 0.2))
+        assert all(() == there.verify(checkpoint.ref) for checkpoint in there.committed())
+    assert 0 == move("restore", (offload, env), there.root, ref)
+    assert contents(directory, ref) == contents(there, ref)
+
+
+def move(what, where, root, ref, *, kill_after_s=None):
+    """Exit code of a process that moves a checkpoint, killed some time after its first sign of life if asked."""
+    offload, env = where
+    arguments = [what, offload.model_dump_json(), str(root), json.dumps([ref.lineage, ref.step, ref.attempt, ref.id])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MOVE, *arguments],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={"PATH": os.environ["PATH"], **env},
+    )
+    with process, ThreadPoolExecutor(1) as reader:
+        first = reader.submit(process.stdout.readline)
+        if kill_after_s is not None:
+            first.result(timeout=60)
+            time.sleep(kill_after_s)
+            process.send_signal(signal.SIGKILL)
+        return process.wait(timeout=120)
+
+
+def _download(store, ref, shard):
+    return store.read(f"{FOLDER}/{ref.name}/{shard.path}", 0, shard.size_bytes) if shard.size_bytes else b""
