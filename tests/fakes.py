@@ -103,6 +103,13 @@ class FaultyDisk(Disk):
             before.change({source.name: None})
             after.change({target.name: node})
 
+    def link(self, source: Path, target: Path) -> None:
+        self._count()
+        super().link(source, target)
+        folder = self._find(target.parent)
+        assert isinstance(folder, _Folder)
+        folder.change({target.name: self._find(source)})
+
     def remove(self, path: Path) -> None:
         """Each name of a tree is an operation of its own."""
         if path.is_dir() and not path.is_symlink():

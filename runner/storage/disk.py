@@ -1,5 +1,5 @@
 """
-All that the supervisor does to a disk: seven operations and one recipe.
+All that the supervisor does to a disk: eight operations and one recipe.
 
 A change is durable when these have finished it; tests replace `Disk` to lose power between
 any two operations, so nobody in this room opens a file for writing but here.
@@ -46,6 +46,10 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for a file; unlike `rename`, fails if the name is taken."""
+        target.hardlink_to(source)
 
     def remove(self, path: Path) -> None:
         """Remove a file, a link, or a folder and all in it; no error if there is none. Never follows a link."""

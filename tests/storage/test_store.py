@@ -1,5 +1,6 @@
 """What every store promises: one suite, run against a folder and against a real S3 server."""
 
+import errno
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -10,9 +11,12 @@ from botocore.exceptions import ClientError
 
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine, describe_file
+from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Head
+from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
+from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from vramfarm.protocol import CHUNK_BYTES
 
@@ -195,6 +199,53 @@ def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
 
     assert ["1", "2.unfinished"] == sorted(path.name for path in (tmp_path / "store/job/a").iterdir())
     assert ["job/a/1"] == [entry.key for entry in store.list("job/")]
+
+
+class LinklessDisk(Disk):
+    """A disk as FUSE and SMB offer it."""
+
+    def link(self, source, target):
+        raise OSError(errno.EPERM, "no links here")
+
+
+def test_a_disk_without_hard_links_will_do(tmp_path):
+    """
+    What is there is not replaced on such a disk either.
+    """
+    store = FileStore(tmp_path / "store", LinklessDisk())
+
+    assert [True, False] == [store.put_new("job/MANIFEST.json", b"first"), store.put_new("job/MANIFEST.json", b"other")]
+    assert b"first" == store.get("job/MANIFEST.json")
+    assert ["MANIFEST.json"] == [path.name for path in (tmp_path / "store/job").iterdir()]
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("fail_at", range(12))
+@pytest.mark.parametrize("how", ["put", "put_new", "put_file"])
+def test_what_a_folder_acknowledged_survives_a_power_loss(tmp_path, how, fail_at, loss):
+    """
+    After a power loss at any operation an object is whole or not there, and once the call has returned it is there.
+    """
+    (tmp_path / "disk").mkdir()
+    disk = FaultyDisk(tmp_path / "disk", fail_at)
+    shard = write(tmp_path / "shard", b"content")
+    try:
+        store = FileStore(tmp_path / "disk/store", disk)
+        match how:
+            case "put_file":
+                store.put_file("job/object", tmp_path / "shard", shard, ignore)
+            case _:
+                getattr(store, how)("job/object", b"content")
+    except PowerLoss:
+        allowed = {None, b"content"}
+    else:
+        allowed = {b"content"}
+    disk.lose(loss, seed=fail_at)
+
+    after = FileStore(tmp_path / "disk/store", Disk())
+
+    assert after.get("job/object") in allowed
+    assert {entry.key for entry in after.list("job/")} <= {"job/object"}
 
 
 # ------------------------------------------------------------------------------------ S3 only

@@ -34,4 +34,5 @@ STORES: Final[Mapping[str, Callable[[OffloadPolicy, Mapping[str, str]], Store]]]
 
 def open_store(offload: OffloadPolicy, env: Mapping[str, str]) -> Store:
     """The store of `offload.to`; nothing is asked of it yet. Credentials come from `env`."""
-    return STORES[urlsplit(offload.to or "file:///").scheme](offload, env)
+    assert offload.to, "a job without offload.to has no store"
+    return STORES[urlsplit(offload.to).scheme](offload, env)

@@ -7,6 +7,7 @@ no checksums, so `head` has none, and whoever wants to be sure reads the bytes b
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -29,6 +30,7 @@ from runner.storage.offsite.contract import (
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _UNFINISHED: Final = ".unfinished"
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
 
 class FileStore:
@@ -63,13 +65,23 @@ class FileStore:
             self._disk.write(temporary, content)
             self._disk.sync(temporary)
             try:
-                os.link(temporary, target)  # unlike a rename, fails if there is one
+                self._name(temporary, target)
             except FileExistsError:
                 return False
             finally:
                 self._disk.remove(temporary)
             self._disk.sync(target.parent)
             return True
+
+    def _name(self, temporary: Path, target: Path) -> None:
+        try:
+            self._disk.link(temporary, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, "there is one", str(target)) from error
+            self._disk.rename(temporary, target)  # the run's lock is what then keeps a second writer away
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         head = self.head(key)
@@ -122,7 +134,7 @@ class FileStore:
 
     def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
         with self._plain_words(prefix):
-            for path in sorted(self._root.rglob(f"*{_UNFINISHED}")):
+            for path in sorted((self._root / prefix.rpartition("/")[0]).rglob(f"*{_UNFINISHED}")):
                 key = path.relative_to(self._root).as_posix().removesuffix(_UNFINISHED)
                 begun_at = datetime.fromtimestamp(path.lstat().st_mtime, UTC)
                 if key.startswith(prefix) and begun_at < before and not keep(key):
