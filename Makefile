@@ -1,8 +1,13 @@
 # Two commands: `make run` (the quickstart) and `make test`. Everything else serves them.
+#
+#   PYTHON=python3.12                                      another interpreter, 3.11 or newer
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu       torch without CUDA: 2 GB less to download
 PYTHON ?= python3
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run test check install clean docs
 
@@ -26,9 +31,14 @@ docs: install
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1): make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) has no venv: apt-get install python3-venv" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,simulate,dev]' -c constraints.txt
+	@echo "make: installing into $(VENV); the first time takes a few minutes" >&2
+	@$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	@$(PIP) --editable '.[train,simulate,dev]'
 	@touch $(STAMP)
 
 clean:
