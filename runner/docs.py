@@ -32,7 +32,7 @@ each with its line; `vramfarm-runner validate job.yaml` does that and starts not
 - YAML 1.2: `8e9` is a number; `no` and `1:30` are text. Values of `env` may be numbers; they become text.
 - `{workspace}`, `{name}`, `{date}` and `{config_dir}` (the folder of job.yaml) are filled in, in every folder and
   address, in `command`, `setup` and `env`. `{workspace}` is `$VRAMFARM_WORKSPACE`, else `/workspace`; `{date}` is
-  `$RUNNER_DATE`, else today's date (UTC).
+  `$RUNNER_DATE`, else today's date (UTC), or yesterday's while yesterday's run is here and not over.
 - Editors check it by [job.schema.json](job.schema.json): `# yaml-language-server: $schema=…/docs/job.schema.json`.
 """
 _AFTER_CODES: Final = """

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from runner.cli.complaints import complaints
+from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
 from runner.errors import JobError
 from runner.job import ArchiveSource, Job, PathSource
@@ -33,7 +34,6 @@ MAX_BYTES: Final = 1 << 20
 FETCH_TIMEOUT_S: Final = 30.0
 STDIN: Final = "-"
 JOB_VARIABLE: Final = "RUNNER_JOB"
-DATE_VARIABLE: Final = "RUNNER_DATE"
 WORKSPACE_VARIABLE: Final = "VRAMFARM_WORKSPACE"
 
 _PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
@@ -65,7 +65,8 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     job, root = _parse(name, text)
     workspace = workspace_of(env)
     _refuse(name, list(_unfillable(job, root)))
-    filled = job.fill(workspace=str(workspace), date=_date(env), config_dir=str(folder))
+    date = date_of(job, env, workspace, datetime.now(UTC))
+    filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
     return LoadedJob(job=filled, text=text, path=name, folder=folder, workspace=workspace)
 
 
@@ -231,7 +232,3 @@ def _refuse(name: str, problems: list[Problem]) -> None:
         f"{name}:{problem.line}: {problem.text}" if problem.line else f"{name}: {problem.text}" for problem in problems
     ]
     raise JobError("\n".join(lines), hint=_EXPLAIN)
-
-
-def _date(env: Mapping[str, str]) -> str:
-    return env.get(DATE_VARIABLE) or datetime.now(UTC).date().isoformat()
