@@ -96,7 +96,7 @@ class Seat:
     def __init__(self, page: ControlPage, rank: int, saver: SaverProcess | None = None) -> None:
         self.page = page
         self.rank = rank
-        self._saver = saver
+        self.saver = saver
         self._arena: StagingMemory | None = None
         self._take()
         self.tend()
@@ -117,8 +117,8 @@ class Seat:
         return self.page.get(self.rank, slot)
 
     def tend(self) -> None:
-        if self._saver is not None:
-            self._saver.tend()
+        if self.saver is not None:
+            self.saver.tend()
 
     # -------------------------------------------------------------------- saying
 

@@ -81,6 +81,10 @@ def until(condition, timeout_s=10.0):
         time.sleep(0.005)
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def wrong(checkpoints):
     """Whatever is wrong with what is committed: broken folders, bytes that differ from what was staged."""
     found = folder.broken(checkpoints)
@@ -180,21 +184,23 @@ def test_state_staged_by_all_ranks_commits_after_their_death(tmp_path):
     """
     Ranks killed right after staging lose nothing: the saver holds their memory.
     """
-    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
-    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
-    saver = attempt.page[Word.SAVER_PID]
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000", "--step-time", "0.1")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 0)
     attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: attempt.page[Word.SERVED_SAVE] == 1)  # the saver knows the memory from now on
+    attempt.page[Word.REQUEST_SAVE] = 2
     until(lambda: attempt.page[Word.DECISION] == Decision.COMMITTED)
-    until(lambda: attempt.page.get(0, Slot.ARENA_STATE) >= Arena.MAPPED)
+    saver = attempt.page[Word.SAVER_PID]
     os.kill(saver, signal.SIGSTOP)  # so that nothing is written before the ranks are dead
-    until(lambda: all(attempt.page.get(r, Slot.ARENA_STATE) in {Arena.READY} for r in range(2)))
+    until(lambda: all(attempt.page.get(r, Slot.ARENA_STATE) == Arena.READY for r in range(2)))
 
     attempt.kill()
     [rank.wait() for rank in attempt.ranks]
+    assert 1 == len(attempt.steps())
     os.kill(saver, signal.SIGCONT)
     attempt.wait()
 
-    assert 1 == len(attempt.steps())
+    assert 2 == len(attempt.steps())
     assert [] == wrong(attempt.checkpoints)
 
 
@@ -213,7 +219,7 @@ def test_a_save_is_void_when_a_rank_dies_before_it_staged(tmp_path):
 
     assert [] == attempt.steps()
     assert 1 == attempt.page[Word.NUM_FAILED]
-    assert [protocol.SAVER_LOCK] == os.listdir(attempt.checkpoints)
+    assert [protocol.SAVER_LOCK] == names(attempt.checkpoints)
 
 
 def test_a_saver_that_is_killed_is_started_again(tmp_path):
@@ -262,7 +268,7 @@ def test_a_full_disk_stops_saving_and_not_training(tmp_path):
 
     error, step = attempt.page.error(), attempt.page.get(0, Slot.STEP)
     committed = set(attempt.steps())
-    assert [] == [name for name in os.listdir(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
+    assert [] == [name for name in names(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
     resource.prlimit(attempt.page[Word.SAVER_PID], resource.RLIMIT_FSIZE, (-1, -1))
     until(lambda: set(attempt.steps()) - committed)
 
@@ -311,13 +317,13 @@ def test_kills_at_random_moments_lose_no_committed_checkpoint(tmp_path):
     Ranks and savers killed at any moment: what is committed is whole and equals what was staged,
     the newest never gets older, and the run still comes to its end.
 
-    VRAMFARM_STORM_ROUNDS makes it longer.
+    STORM_ROUNDS makes it longer.
     """
-    seed = int(os.environ.get("VRAMFARM_STORM_SEED", time.time_ns() % 2**32))
-    print(f"VRAMFARM_STORM_SEED={seed}")
+    seed = int(os.environ.get("STORM_SEED", time.time_ns() % 2**32))
+    print(f"STORM_SEED={seed}")
     dice = random.Random(seed)
     newest = 0
-    for number in range(1, int(os.environ.get("VRAMFARM_STORM_ROUNDS", "25")) + 1):
+    for number in range(1, int(os.environ.get("STORM_ROUNDS", "25")) + 1):
         best = folder.committed(tmp_path / "checkpoints")
         attempt = Attempt(tmp_path, number, interval_s=0.03, resume=best[0].path if best else "none")
         attempt.start("--steps", "1000000", "--step-time", "0.002")

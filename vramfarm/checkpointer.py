@@ -1,0 +1,458 @@
+"""
+The trainer's three lines.
+
+    ckpt = Checkpointer(model, optimizer, scheduler=scheduler, loader=loader)
+    for step, batch in ckpt.steps(loader, max_steps=10_000):
+        ...; optimizer.step(); optimizer.zero_grad()
+
+It resumes by itself, saves by the clock, and leaves when the supervisor asks. After the
+constructor no rank waits for another; a step without a save costs a few stores.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from vramfarm import data, folder, run, staging, state
+from vramfarm.data import Feed, Position, Saved
+from vramfarm.loading import DamagedError, Reader
+from vramfarm.protocol import Ended, Env, Phase, Reason, Word
+from vramfarm.run import Choice, ResumeError, Wanted
+from vramfarm.seat import SaverProcess, Seat, log_path
+from vramfarm.state import Snapshot
+from vramfarm.typed import StateError
+
+_EXIT_PATIENCE_S: Final = 60.0
+_RESERVED: Final = frozenset({"model", "rng", "loader"})
+
+
+class Checkpointer:
+    """
+    Saves and resumes one training run: `model`, optimizers, and anything named that has state_dict and load_state_dict.
+
+    `dir`, `save_interval`, `keep_last` and `resume` ("auto", "never" or a checkpoint's folder) are
+    for runs without a supervisor; under one, its word counts.
+    """
+
+    def __init__(  # noqa: PLR0913  # the API: every keyword is one thing to say
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        *,
+        loader: Iterable[Any] | None = None,
+        dir: str | Path = "checkpoints",  # noqa: A002  # reads well where it is used
+        save_interval: float | str | timedelta = "30m",
+        keep_last: int = 2,
+        resume: str = "auto",
+        seed: int = 0,
+        **objects: Any,  # noqa: ANN401  # duck-typed: state_dict and load_state_dict
+    ) -> None:
+        self._model = model
+        self._optimizers = _named_optimizers(optimizer)
+        self._objects = {name: thing for name, thing in objects.items() if thing is not None}
+        self._loader = loader
+        self._seed = seed
+        self._check()
+        self._world = run.current_world()
+        wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume)
+        page, env = run.make_env(self._world, wanted)
+        self._seat = Seat(page, self._world.rank)
+        self._seat.enter(Phase.LOADING)
+        self._step = 0
+        self._position = Position()
+        self._saved: Saved | None = None
+        self._rng: Any = None
+        self._feed: tuple[Iterable[Any], Feed] | None = None
+        self._driving = False
+        self._stepped = False
+        self._finished = False
+        self._told = (0, 0)
+        self.last_micro_batch = True
+        self.restored = self._resume(env, wanted.resume)
+        self._begin()
+
+    # ------------------------------------------------------------------ what a script uses
+
+    @property
+    def start_step(self) -> int:
+        """How many optimizer steps are behind us; a loop of one's own begins here."""
+        return self._step
+
+    def steps(
+        self,
+        loader: Iterable[Any] | None = None,
+        *,
+        max_steps: int | None = None,
+        epochs: int | None = None,
+        accumulate: int = 1,
+    ) -> Iterator[tuple[int, Any]]:
+        """
+        Yield (step, batch) from where we are, and finish at the end. With neither limit: one pass.
+
+        A step ends when the loop's body comes back, with `accumulate` after that many batches
+        (`last_micro_batch` says which one completes the step). What is left of an epoch goes on
+        with the next; at the very end it is dropped.
+        """
+        loader = self._loader if loader is None else loader
+        if loader is None:
+            raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
+        epochs = 1 if epochs is None and max_steps is None else epochs
+        feed = self._take_feed(loader)
+        self._seat.start(
+            self._step, max_steps=self._last_step(feed, max_steps, epochs, accumulate), samples=self._position.samples
+        )
+        if self._rng is not None:  # whatever the script did since the constructor
+            state.apply_rng(self._rng)
+            self._rng = None
+        yield from self._drive(feed, max_steps, epochs, accumulate)
+        self.finish()
+
+    def step(self) -> None:
+        """Say that an optimizer step is done: in a loop of one's own, after each. Leaves the process when asked to."""
+        if self._driving:
+            raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
+        self._finish_step()
+
+    def report(self, *, loss: float | None = None, lr: float | None = None) -> None:
+        """Hand scalars to the supervisor. A tensor is waited for, as by `.item()`."""
+        self._seat.report(loss=None if loss is None else float(loss), lr=None if lr is None else float(lr))
+
+    def save(self) -> None:
+        """Ask for a save at one of the next steps, on all ranks. Returns at once."""
+        if self._world.rank == 0:
+            self._seat.page[Word.REQUEST_SAVE] += 1
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save that was staged last is on the disk, or has failed. False after `timeout_s`."""
+        return self._seat.wait(timeout_s)
+
+    def finish(self) -> None:
+        """Save the final state, if it is not saved yet, and record that training is done."""
+        if self._finished:
+            return
+        ended = self._seat.finish(self._stage)
+        if ended in {Ended.NO, Ended.FAILED}:
+            why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
+            raise RuntimeError(f"the final state could not be saved: {why}")
+        self._finished = True
+        self._tell()
+
+    # ------------------------------------------------------------------------------- steps
+
+    def _drive(
+        self, feed: Feed, max_steps: int | None, epochs: int | None, accumulate: int
+    ) -> Iterator[tuple[int, Any]]:
+        position, taken = self._position, 0
+        try:
+            while (epochs is None or position.epoch < epochs) and not self._has_reached(max_steps):
+                empty = position.cursor == 0
+                for batch in feed.rest_of_epoch(position):
+                    empty = False
+                    taken += 1
+                    self.last_micro_batch = taken % accumulate == 0
+                    self._driving, self._stepped = True, False
+                    samples = feed.count(batch, position)
+                    yield self._step, batch
+                    self._driving = False
+                    position.advance(samples)
+                    if taken % accumulate == 0:
+                        self._finish_step()
+                    if self._has_reached(max_steps):
+                        return
+                if empty:
+                    raise ValueError("steps: the loader gave no batch: fewer samples than one batch on every rank?")
+                position.next_epoch()
+        except GeneratorExit:  # a break: the step counts if the optimizer made it
+            self._driving = False
+            if self._stepped:
+                position.advance(samples)
+                self._step += 1
+                self._seat.skip(self._step)
+                self._seat.finished(self._step, position.samples)
+            raise
+
+    def _has_reached(self, max_steps: int | None) -> bool:
+        return max_steps is not None and self._step >= max_steps
+
+    def _last_step(self, feed: Feed, max_steps: int | None, epochs: int | None, accumulate: int) -> int:
+        """For people who look: 0 where it is not known."""
+        batches = 0 if epochs is None else feed.num_batches(self._position, epochs)
+        known = [n for n in (max_steps, self._step + batches // accumulate if batches else None) if n is not None]
+        return min(known, default=0)
+
+    def _finish_step(self) -> None:
+        self._step += 1
+        self._stepped = False
+        reason = self._seat.finished(self._step, self._position.samples)
+        if reason is not None:
+            self._save(reason)
+        self._tell()
+
+    def _save(self, reason: Reason) -> None:
+        if self._stage(self._step) and reason is Reason.LEAVE and self._seat.leave(self._step):
+            self._say(f"left at step {self._step}, saved")
+            raise SystemExit(0)
+
+    def _stage(self, step: int) -> bool:
+        try:
+            snapshot = self._collect()
+            pieces = staging.choose(snapshot.pieces)
+            shard = staging.lay_out(pieces)
+            raw = json.dumps(self._describe(snapshot)).encode()
+        except BaseException:
+            self._seat.skip(step)
+            raise
+        return self._seat.stage(step, shard.size_bytes, raw, lambda memory: staging.fill(memory, shard, pieces))
+
+    def _tell(self) -> None:
+        """Say on rank 0 what the saver did since the last step."""
+        page = self._seat.page
+        now = (page[Word.NUM_COMMITTED], page[Word.NUM_FAILED])
+        if now == self._told:
+            return
+        if now[0] != self._told[0]:
+            seconds, size = page[Word.SAVE_NS] / 1e9, page[Word.SAVE_BYTES] / 1e6
+            self._say(f"saved step {page[Word.COMMITTED_STEP]}: {size:.1f} MB in {seconds:.2f} s")
+        if now[1] != self._told[1]:
+            self._say(f"not saved: {page.error()}")
+        self._told = now
+
+    # ------------------------------------------------------------------------------- saving
+
+    def _check(self) -> None:
+        """Refuse now what would fail at the first save."""
+        state.check_module(self._model)
+        for _, optimizer in self._optimizers:
+            state.check_optimizer(optimizer)
+        for name, thing in self._objects.items():
+            if name in _RESERVED or name in dict(self._optimizers):
+                raise ValueError(f"{name}: this name is taken")
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise StateError(
+                    f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}"
+                )
+        if self._loader is not None and not hasattr(self._loader, "__iter__"):
+            raise TypeError(f"loader: expected something to iterate, got {type(self._loader).__qualname__}")
+
+    def _collect(self) -> Snapshot:
+        snapshot = Snapshot(self._world.rank, self._world.size)
+        models = self._models()
+        extra = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
+        optimizers = {
+            name: state.collect_optimizer(snapshot, name, optimizer, list(models.values()))
+            for name, optimizer in self._optimizers
+        }
+        objects = {
+            name: snapshot.encode(thing.state_dict(), name)
+            for name, thing in self._objects.items()
+            if not isinstance(thing, nn.Module)
+        }
+        snapshot.shared = {
+            "step": self._step,
+            "seed": self._seed,
+            "position": self._position.dump(),
+            "models": extra,
+            "optimizers": optimizers,
+            "objects": objects,
+        }
+        snapshot.own = {"rng": snapshot.encode_own(state.collect_rng(), "rng")}
+        loader_state = self._feed[1].state() if self._feed else _state_of(self._loader)
+        if loader_state is not None:
+            snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
+        return snapshot
+
+    def _describe(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Return this rank's part of the manifest's state; what all share comes from rank 0."""
+        own: dict[str, Any] = {"own": snapshot.own}
+        if snapshot.rank != 0:
+            return own
+        return own | {"shared": snapshot.shared, "contents": [*self._names(), "rng", "data position"]}
+
+    def _models(self) -> dict[str, nn.Module]:
+        return {state.MODEL: self._model} | {n: t for n, t in self._objects.items() if isinstance(t, nn.Module)}
+
+    def _names(self) -> list[str]:
+        return [state.MODEL, *dict(self._optimizers), *self._objects]
+
+    # ------------------------------------------------------------------------------ resuming
+
+    def _resume(self, env: dict[str, str], resume: str) -> str | None:
+        """Restore the newest checkpoint that is whole, on all ranks the same. Return its name."""
+        supervised = run.is_supervised(env)
+        directory = Path(env[Env.CHECKPOINT_DIR])
+        while True:
+            choice = run.told(env) if supervised else self._agree(directory, resume)
+            problem, fatal = ("", False) if choice.resume is None else self._try(choice.resume)
+            said = run.share(self._world, [problem, fatal])
+            problems = [text for text, _ in said if text]
+            if not problems:
+                break
+            if any(is_fatal for _, is_fatal in said):
+                raise StateError(problems[0])
+            assert choice.resume is not None
+            if self._world.rank == 0 and choice.resume.exists():
+                folder.set_aside(choice.resume)
+            run.share(self._world, None)  # nobody looks before it is out of the way
+            if supervised or resume != "auto":
+                raise ResumeError(
+                    f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
+                )
+            self._say(f"{problems[0]}; set aside, trying an older one")
+        self._start_saver(env, choice)
+        if choice.resume is None:
+            self._say("starting at step 0" + (" (resume: never)" if resume == "never" and not supervised else ""))
+        return choice.resume.name if choice.resume else None
+
+    def _agree(self, directory: Path, resume: str) -> Choice:
+        """Rank 0 chooses; its refusal is everybody's."""
+        mine: Any = None
+        if self._world.rank == 0:
+            try:
+                choice = run.choose(directory, resume)
+                mine = [str(choice.resume) if choice.resume else None, choice.lineage, choice.attempt]
+            except ResumeError as error:
+                mine = str(error)
+        told = run.share(self._world, mine)[0]
+        if isinstance(told, str):
+            raise ResumeError(told)
+        return Choice(Path(told[0]) if told[0] else None, told[1], told[2])
+
+    def _try(self, path: Path) -> tuple[str, bool]:
+        """Load it. Return what is wrong, and whether an older one could not be any better."""
+        stored = folder.read(path)
+        if isinstance(stored, str):
+            return stored, False
+        try:
+            self._load(Reader(stored))
+        except DamagedError as error:
+            return str(error), False
+        except (StateError, KeyError, ValueError, RuntimeError) as error:
+            return str(error) if isinstance(error, StateError) else f"{path.name}: {error!r}", True
+        return "", False
+
+    def _load(self, reader: Reader) -> None:
+        manifest = reader.manifest
+        ranks = manifest.state["ranks"]
+        shared = ranks["0"]["shared"]
+        report = _Report()
+        models = self._models()
+        for name, module in models.items():
+            if report.is_there(name, shared["models"]):
+                report.restored(f"{name} ({state.apply_module(reader, name, module, shared['models'][name])} tensors)")
+        for name, optimizer in self._optimizers:
+            if report.is_there(name, shared["optimizers"]):
+                state.apply_optimizer(reader, optimizer, list(models.values()), shared["optimizers"][name])
+                report.restored(name)
+        for name, thing in self._objects.items():
+            if name not in models and report.is_there(name, shared["objects"]):
+                state.apply_object(reader, thing, shared["objects"][name])
+                report.restored(name)
+        for name in sorted(
+            {n for kind in ("models", "optimizers", "objects") for n in shared[kind]} - set(self._names())
+        ):
+            report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
+        self._step = shared["step"]
+        self._load_own(reader, ranks, report)
+        self._load_position(reader, ranks, report)
+        self._say(f"resumed from {manifest.ref.name} ({run.num_shards_text(manifest)})\n{report.text()}")
+
+    def _load_own(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> None:
+        """Random numbers: each rank's own, or new ones where the ranks are not the same."""
+        if len(ranks) == self._world.size:
+            self._rng = state.decode(ranks[str(self._world.rank)]["own"]["rng"], reader.read)
+            state.apply_rng(self._rng)
+            report.restored("random numbers")
+            return
+        self._rng = None
+        state.reseed(self._seed, self._step, self._world.rank)
+        report.left_out(
+            f"random numbers: saved by {len(ranks)} ranks, now {self._world.size}; seeded anew from (seed, step, rank)"
+        )
+
+    def _load_position(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> None:
+        position = ranks["0"]["shared"]["position"]
+        self._position = Position(**position)
+        loader_state = None
+        if len(ranks) == self._world.size and "loader" in ranks[str(self._world.rank)]["own"]:
+            loader_state = state.decode(ranks[str(self._world.rank)]["own"]["loader"], reader.read)
+        self._saved = Saved(Position(**position), len(ranks), loader_state)
+        if self._loader is None:
+            report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it)")
+            return
+        feed = self._take_feed(self._loader)
+        report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it; {feed.note})")
+
+    def _take_feed(self, loader: Iterable[Any]) -> Feed:
+        """One feed for a loader: it may hold workers."""
+        if self._feed is None or self._feed[0] is not loader:
+            self._feed = (loader, data.feed(loader, self._world, self._seed, self._saved))
+            self._saved = None
+        return self._feed[1]
+
+    # ------------------------------------------------------------------------------ beginning
+
+    def _start_saver(self, env: dict[str, str], choice: Choice) -> None:
+        if self._world.rank == 0:
+            env = run.saver_env(env, choice)
+            self._seat.saver = SaverProcess(self._seat.page, env, log_path(env))
+            self._seat.tend()
+
+    def _begin(self) -> None:
+        if self.restored is None:
+            self._collect()  # refuse now what cannot be saved; there is no optimizer state yet, and none is made
+        for _, optimizer in self._optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_post_hook(self._note_step)
+        self._seat.start(self._step, samples=self._position.samples)
+        atexit.register(self._seat.wait, _EXIT_PATIENCE_S)
+
+    def _note_step(self, *_: object) -> None:
+        self._stepped = True
+
+    def _say(self, text: str) -> None:
+        if self._world.rank == 0:
+            print(f"vramfarm: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the script's log
+
+
+class _Report:
+    """What was restored, what was not, and why."""
+
+    def __init__(self) -> None:
+        self._restored: list[str] = []
+        self._left_out: list[str] = []
+
+    def is_there(self, name: str, saved: dict[str, Any]) -> bool:
+        if name not in saved:
+            self.left_out(f"{name}: not in the checkpoint, starts afresh")
+        return name in saved
+
+    def restored(self, what: str) -> None:
+        self._restored.append(what)
+
+    def left_out(self, why: str) -> None:
+        self._left_out.append(why)
+
+    def text(self) -> str:
+        return "\n".join(
+            [f"  restored: {', '.join(self._restored)}", *(f"  not restored: {why}" for why in self._left_out)]
+        )
+
+
+def _named_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[tuple[str, torch.optim.Optimizer]]:
+    several = [given] if hasattr(given, "param_groups") else list(given)
+    return [("optimizer" if i == 0 else f"optimizer_{i + 1}", one) for i, one in enumerate(several)]
+
+
+def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
+    return loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None

@@ -1,0 +1,312 @@
+"""
+Where we are in the data, counted in samples that all ranks together have consumed.
+
+The order of an epoch depends on (seed, epoch) only, and rank r of W takes every W-th sample from
+the common position. So a run that goes on with another number of ranks, or of workers, repeats
+and skips nothing. Samples count when a step has consumed them, not when they were prefetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from vramfarm.state import mix
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+
+
+@dataclass
+class Position:
+    """`cursor` samples of epoch `epoch` are behind us, and `batches` of each rank; `samples` since the beginning."""
+
+    epoch: int = 0
+    cursor: int = 0
+    batches: int = 0
+    samples: int = 0
+
+    def advance(self, samples: int) -> None:
+        self.cursor += samples
+        self.batches += 1
+        self.samples += samples
+
+    def next_epoch(self) -> None:
+        self.epoch, self.cursor, self.batches = self.epoch + 1, 0, 0
+
+    def dump(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def batch_indices(length: int, cursor: int, batch_size: int, world: World) -> range | list[int]:
+    """
+    Return this rank's places in the epoch's order for the batch at `cursor`.
+
+    The last batch of an epoch is shared evenly: all ranks get equally many, and where the epoch
+    does not suffice for that its beginning is used once more.
+    """
+    samples = min(world.size * batch_size, length - cursor)
+    last = cursor + -(-samples // world.size) * world.size
+    places = range(cursor + world.rank, last, world.size)
+    return places if last <= length else [place % length for place in places]
+
+
+class GlobalBatches:
+    """
+    A batch sampler that can begin anywhere.
+
+    `drop_last`: samples that do not fill a batch on every rank are left out of their epoch.
+    """
+
+    def __init__(  # noqa: PLR0913  # what a loader knows
+        self, length: int, batch_size: int, world: World, *, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        self.length = length
+        self.global_batch = batch_size * world.size
+        self._batch_size = batch_size
+        self._world = world
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._epoch = 0
+        self._cursor = 0
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        self._epoch, self._cursor = epoch, cursor
+
+    def samples_at(self, cursor: int) -> int:
+        """Return how many samples all ranks together consume at `cursor`; 0 at the epoch's end."""
+        left = max(self.length - cursor, 0)
+        if left < self.global_batch and self._drop_last:
+            return 0
+        return min(self.global_batch, left)
+
+    def __len__(self) -> int:
+        left = max(self.length - self._cursor, 0)
+        return left // self.global_batch if self._drop_last else -(-left // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, cursor = self._order(), self._cursor
+        while samples := self.samples_at(cursor):
+            places = batch_indices(self.length, cursor, self._batch_size, self._world)
+            yield [order[place] for place in places] if isinstance(order, range) else order[list(places)].tolist()
+            cursor += samples
+
+    def _order(self) -> Any:  # noqa: ANN401  # a range or a tensor: both are indexed alike
+        if not self._shuffle:
+            return range(self.length)
+        generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
+        return torch.randperm(self.length, generator=generator)
+
+
+class Feed(Protocol):
+    """A loader, as the Checkpointer drives it."""
+
+    note: str  # for the resume report
+
+    def rest_of_epoch(self, position: Position) -> Iterator[Any]:
+        """Yield this rank's batches from `position` to the end of its epoch."""
+        ...
+
+    def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401  # the script's
+        """Return how many samples all ranks consume with this batch."""
+        ...
+
+    def num_batches(self, position: Position, epochs: int) -> int:
+        """Return how many batches are left until the end of `epochs` epochs; 0 if that is not known."""
+        ...
+
+    def state(self) -> Any:  # noqa: ANN401  # the loader's
+        """Return what the loader itself wants saved; None if the position is all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of the data: `loader_state` only where it is this rank's own."""
+
+    position: Position
+    world_size: int
+    loader_state: Any = None
+
+
+def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> Feed:
+    """Return the best way to go on with this loader."""
+    if _is_stateful(loader):
+        return StatefulFeed(loader, world, seed, saved)
+    if isinstance(loader, DataLoader) and _is_plain(loader):
+        return GlobalFeed(loader, world, seed)
+    return SkippingFeed(loader, world, seed, saved)
+
+
+def _is_stateful(loader: object) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether the order is one that we can make ourselves."""
+    if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler._num_samples is None  # noqa: SLF001  # told apart nowhere else
+    return type(sampler) in {SequentialSampler, DistributedSampler}
+
+
+class GlobalFeed:
+    """A map-style DataLoader around our own order: exact for any number of ranks and workers."""
+
+    note = "exact"
+
+    def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
+        sampler = loader.sampler
+        if isinstance(sampler, DistributedSampler):
+            seed = mix(seed, sampler.seed)
+        shuffle = isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
+        assert loader.batch_size is not None
+        self._batches = GlobalBatches(
+            len(loader.dataset),
+            loader.batch_size,
+            world,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=loader.drop_last,
+        )
+        self._seed = seed
+        self._generator = torch.Generator()  # ours: starting an epoch draws from it, and must not disturb the script's
+        self._loader = _rebuild(loader, self._batches, self._generator)
+
+    def rest_of_epoch(self, position: Position) -> Iterator[Any]:
+        self._batches.seek(position.epoch, position.cursor)
+        self._generator.manual_seed(mix(self._seed, position.epoch, position.cursor))
+        set_epoch(self._loader.dataset, position.epoch)
+        return iter(self._loader)
+
+    def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the order knows
+        return self._batches.samples_at(position.cursor)
+
+    def num_batches(self, position: Position, epochs: int) -> int:
+        self._batches.seek(position.epoch, position.cursor)
+        rest = len(self._batches)
+        self._batches.seek(position.epoch, 0)
+        return max(0, rest + (epochs - position.epoch - 1) * len(self._batches)) if position.epoch < epochs else 0
+
+    def state(self) -> None:
+        return None
+
+
+_KEPT: Final = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def _rebuild(loader: DataLoader[Any], batches: GlobalBatches, generator: torch.Generator) -> DataLoader[Any]:
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    return DataLoader(loader.dataset, batch_sampler=batches, generator=generator, **kept)
+
+
+class SkippingFeed:
+    """Anything else that can be iterated: gone through from the epoch's beginning, batch by batch."""
+
+    def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
+        self.note = "by skipping batches: the loader must give the same ones again"
+        self._loader = loader
+        self._world = world
+        self._seed = seed
+        self._saved = saved
+
+    def rest_of_epoch(self, position: Position) -> Iterator[Any]:
+        for thing in (self._loader, *(getattr(self._loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
+            set_epoch(thing, position.epoch)
+        skip = self._num_to_skip(position)
+        with torch.random.fork_rng(devices=[]):  # a sampler that draws from torch's generator draws the same again
+            torch.manual_seed(mix(self._seed, position.epoch))
+            batches = iter(self._loader)
+            first = list(_take(batches, skip + 1))[skip:]
+        yield from first
+        yield from batches
+
+    def _num_to_skip(self, position: Position) -> int:
+        """The first epoch after a resume may have been begun by another number of ranks."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            position.batches = position.batches * saved.world_size // self._world.size
+        return position.batches
+
+    def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the batch knows
+        return batch_length(batch) * self._world.size
+
+    def num_batches(self, position: Position, epochs: int) -> int:
+        try:
+            length = len(self._loader)  # type: ignore[arg-type]  # not all have one
+        except TypeError:
+            return 0
+        return max(0, (epochs - position.epoch) * length - position.batches)
+
+    def state(self) -> Any:  # noqa: ANN401  # see Feed
+        return None
+
+
+class StatefulFeed(SkippingFeed):
+    """A loader that keeps its own state (torchdata's StatefulDataLoader): per rank, for the same number of ranks."""
+
+    def __init__(self, loader: Any, world: World, seed: int, saved: Saved | None) -> None:  # noqa: ANN401  # duck-typed
+        super().__init__(loader, world, seed, saved)
+        self._stateful = loader
+        self.note = "by the loader's own state"
+        self._restored = saved is not None and saved.loader_state is not None
+        if saved is not None and saved.loader_state is not None:
+            loader.load_state_dict(saved.loader_state)
+        elif saved is not None:
+            self.note = "by skipping batches: the loader's own state belongs to another number of ranks"
+
+    def _num_to_skip(self, position: Position) -> int:
+        restored, self._restored = self._restored, False
+        skip = super()._num_to_skip(position)
+        return 0 if restored else skip
+
+    def state(self) -> Any:  # noqa: ANN401  # see Feed
+        return self._stateful.state_dict()
+
+
+def _take(batches: Iterator[Any], number: int) -> Iterator[Any]:
+    for _, batch in zip(range(number), batches, strict=False):
+        yield batch
+
+
+def set_epoch(thing: object, epoch: int) -> None:
+    method = getattr(thing, "set_epoch", None)
+    if callable(method):
+        method(epoch)
+
+
+def batch_length(batch: Any) -> int:  # noqa: ANN401  # the script's
+    """Return the number of samples in a batch: the first tensor's first dimension, else the length of a list."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(parts, list | tuple):
+        inner = [batch_length(part) for part in parts if isinstance(part, torch.Tensor | Mapping | list | tuple)]
+        return inner[0] if inner else len(parts)
+    return 1

@@ -1,0 +1,125 @@
+"""
+The bytes of a .safetensors file: header and where each tensor lies. No torch.
+
+A shard also carries DCP's sharding information, so torch's own reader can reshard it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+_ALIGN: Final = 4096  # where the tensors begin: a page, for direct writes
+_MAX_HEADER: Final = 1 << 30
+
+
+class ImageError(ValueError):
+    """The bytes are no shard of ours."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor: its local shape, and where it begins in the whole tensor."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A box and the bytes of the file that hold it."""
+
+    box: Box
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """A shard: `header`, then the tensors back to back, wide types first so that all are aligned."""
+
+    header: bytes
+    placed: tuple[Placed, ...]
+    size_bytes: int
+
+
+def lay_out(boxes: Iterable[Box]) -> Image:
+    """Return where everything goes. Equal boxes give equal bytes, in any order."""
+    ordered = sorted(boxes, key=lambda b: (-ITEM_BYTES[b.dtype], b.key))
+    entries: dict[str, Any] = {}
+    at = 0
+    spans = []
+    for box in ordered:
+        spans.append((at, at + box.size_bytes))
+        entries[box.key] = {"dtype": box.dtype, "shape": list(box.shape), "data_offsets": list(spans[-1])}
+        at = spans[-1][1]
+    sharding = {box.key: {"saved_offsets": list(box.offsets)} for box in ordered}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    raw = json.dumps({"__metadata__": metadata, **entries}).encode()
+    start = -(-(8 + len(raw)) // _ALIGN) * _ALIGN
+    header = (start - 8).to_bytes(8, "little") + raw.ljust(start - 8)
+    placed = tuple(Placed(box, start + a, start + b) for box, (a, b) in zip(ordered, spans, strict=True))
+    return Image(header, placed, start + at)
+
+
+def header_bytes(first: bytes, size: int) -> int:
+    """Return where the tensors begin in a file of `size` bytes, told from its first eight."""
+    start = 8 + int.from_bytes(first, "little")
+    if len(first) != 8 or start > min(size, _MAX_HEADER):  # noqa: PLR2004  # the length of the length
+        raise ImageError(f"expected a header within {size} bytes, got one of {start}")
+    return start
+
+
+def parse_header(header: bytes, size: int) -> tuple[Placed, ...]:
+    """Return what a shard holds. Nothing here trusts its input."""
+    try:
+        entries = json.loads(header[8:])
+        sharding = json.loads(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        placed = tuple(_parse(key, entry, sharding, len(header)) for key, entry in entries.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ImageError(f"not a safetensors header: {error!r}") from None
+    at = len(header)
+    for one in sorted(placed, key=lambda p: (p.begin, p.end)):
+        if one.begin != at or one.end - one.begin != one.box.size_bytes:
+            raise ImageError(
+                f"{one.box.key}: expected {one.box.size_bytes} bytes from {at}, got {one.begin} to {one.end}"
+            )
+        at = one.end
+    if at != size:
+        raise ImageError(f"expected {at} bytes, got {size}")
+    return placed
+
+
+def _parse(key: str, entry: Mapping[str, Any], sharding: Mapping[str, Any], start: int) -> Placed:
+    shape = tuple(int(n) for n in entry["shape"])
+    offsets = tuple(int(n) for n in sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
+    begin, end = (int(n) for n in entry["data_offsets"])
+    if len(offsets) != len(shape) or min((*shape, *offsets, begin), default=0) < 0:
+        raise ImageError(f"{key}: shape {shape} at {offsets} is no box")
+    return Placed(Box(key, str(entry["dtype"]), shape, offsets), start + begin, start + end)

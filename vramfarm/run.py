@@ -1,0 +1,176 @@
+"""
+Who we are and what we do: from the supervisor's environment, or, where there is none, decided here.
+
+Without a supervisor local rank 0 makes the control page, takes the newest checkpoint that is
+whole, and tells the others through the process group's store. That happens in the constructor
+only; later no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from vramfarm import folder, protocol, seat
+from vramfarm.data import World
+from vramfarm.folder import Stored
+from vramfarm.protocol import ControlPage, Env
+
+PATIENCE: Final = timedelta(hours=1)  # for the slowest rank to load its part
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_rounds = itertools.count()
+
+
+class ResumeError(RuntimeError):
+    """There are checkpoints, and none can be used; starting over would lose them silently."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The keywords. The supervisor's environment wins over all of them."""
+
+    directory: Path
+    save_interval_s: float
+    keep_last: int
+    resume: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to resume from, `None` at step 0, and the lineage and attempt that begin."""
+
+    resume: Path | None
+    lineage: int
+    attempt: int
+
+
+def parse_interval(value: float | str | timedelta) -> float:
+    """`30m`, `90s`, `1h`, a timedelta, or seconds."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, int | float):
+        return float(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value.strip())
+    if match is None:
+        raise ValueError(f"save_interval: expected something like 30m, 90s or seconds, got {value!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def current_world(env: Mapping[str, str] = os.environ) -> World:
+    """Return this rank's place; `RuntimeError` where several ranks do not know of each other."""
+    if dist.is_available() and dist.is_initialized():
+        world = World(dist.get_rank(), dist.get_world_size())
+    elif int(env.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"{env['WORLD_SIZE']} ranks: call torch.distributed.init_process_group() before Checkpointer()"
+        )
+    else:
+        return World(0, 1)
+    here = int(env.get("LOCAL_WORLD_SIZE", str(world.size)))
+    if here != world.size:
+        raise RuntimeError(f"{world.size} ranks, {here} of them on this machine: several machines are not supported")
+    return world
+
+
+def share(world: World, value: object) -> list[Any]:
+    """Return every rank's value, as JSON. Through the store: no device and no kernel takes part."""
+    if world.size == 1:
+        return [value]
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # public ways need a device
+    prefix = f"vramfarm/{next(_rounds)}"
+    store.set(f"{prefix}/{world.rank}", json.dumps(value))
+    keys = [f"{prefix}/{rank}" for rank in range(world.size)]
+    store.wait(keys, PATIENCE)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+# ---------------------------------------------------------------------------- the environment
+
+
+def make_env(world: World, wanted: Wanted, env: Mapping[str, str] = os.environ) -> tuple[ControlPage, dict[str, str]]:
+    """Return the page and the supervisor's variables, or what stands for them without one."""
+    page = seat.open_page(env)
+    if page is not None:
+        if page.num_ranks != world.size:
+            raise RuntimeError(f"the supervisor started {page.num_ranks} ranks, torch.distributed has {world.size}")
+        return page, dict(env)
+    mine: Any = None
+    if world.rank == 0:
+        page = seat.create_page(world.size)
+        mine = {
+            Env.CONTROL: str(page.path),
+            Env.CHECKPOINT_DIR: str(wanted.directory.absolute()),
+            Env.SAVE_INTERVAL_S: str(wanted.save_interval_s),
+            Env.KEEP_LAST: str(wanted.keep_last),
+        }
+    told = share(world, mine)[0]
+    return page or ControlPage.open(told[Env.CONTROL]), dict(env) | told
+
+
+def candidates(directory: Path) -> list[Stored]:
+    """Return what this library can resume from, the newest first."""
+    return [s for s in folder.committed(directory) if s.manifest.framework == "vramfarm"]
+
+
+def choose(directory: Path, resume: str) -> Choice:
+    """Decide without a supervisor where to begin. Pure but for looking at the folder."""
+    found = candidates(directory)
+    newest = found[0].manifest if found else None
+    lineage = newest.lineage if newest else 0
+    attempt = 1 + max((s.manifest.attempt for s in found if s.manifest.lineage == lineage), default=0)
+    if resume == "never":
+        return Choice(None, lineage + 1 if newest else 0, 1)
+    if resume != "auto":
+        return _choose_path(Path(resume), found, lineage, attempt)
+    if found:
+        return Choice(found[0].path, lineage, attempt)
+    problems = folder.broken(directory)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise ResumeError(f'{directory}: no checkpoint here can be used; resume="never" starts over\n  {listed}')
+    return Choice(None, 0, 1)
+
+
+def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) -> Choice:
+    """Going back to an older checkpoint begins a new lineage, so that its future counts as newer."""
+    path = path.absolute()
+    stored = folder.read(path)
+    if isinstance(stored, str):
+        raise ResumeError(f"resume: {path}: {stored}")
+    if not found or found[0].manifest.ref == stored.manifest.ref:
+        return Choice(path, max(lineage, stored.manifest.lineage), attempt)
+    return Choice(path, lineage + 1, 1)
+
+
+def told(env: Mapping[str, str]) -> Choice:
+    """Return the supervisor's choice."""
+    resume = env.get(Env.RESUME, "none")
+    path = None if resume == "none" else Path(resume)
+    return Choice(path, int(env.get(Env.LINEAGE, "0")), int(env.get(Env.ATTEMPT, "1")))
+
+
+def is_supervised(env: Mapping[str, str]) -> bool:
+    return Env.KEEP_LAST not in env
+
+
+def saver_env(env: Mapping[str, str], choice: Choice) -> dict[str, str]:
+    """Return what the saver is told: the same, with the choice that was made."""
+    return dict(env) | {
+        Env.RESUME: str(choice.resume) if choice.resume else "none",
+        Env.LINEAGE: str(choice.lineage),
+        Env.ATTEMPT: str(choice.attempt),
+    }
+
+
+def num_shards_text(manifest: protocol.Manifest) -> str:
+    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+    return f"step {manifest.step}, {ranks}, {manifest.size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,147 @@
+"""
+From tensors to the bytes of a shard: which box of which tensor this rank writes, and the copy.
+
+Every tensor is written once. What is sharded is written where it lies; of what is replicated
+the weights are spread over the ranks by size, and the rest is rank 0's.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vramfarm import image
+from vramfarm.image import Box, Image
+from vramfarm.typed import StateError
+
+DTYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a tensor: `copy` of `copies` ranks hold the same bytes."""
+
+    box: Box
+    local: Tensor
+    shape: tuple[int, ...]
+    copy: int = 0
+    copies: int = 1
+    spread: bool = False
+
+
+def piece_of(key: str, tensor: Tensor, *, rank: int, world_size: int, spread: bool = False) -> Piece:
+    """Return this rank's part of a tensor; `StateError` for kinds whose bytes we do not know."""
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
+        raise StateError(f"{key}: cannot be saved: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
+    if is_dtensor(tensor):
+        return _piece_of_dtensor(key, tensor, dtype)
+    if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        raise StateError(f"{key}: cannot be saved: a tensor of type {type(tensor).__qualname__}")
+    shape = tuple(tensor.shape)
+    box = Box(key, dtype, shape, (0,) * len(shape))
+    return Piece(box, tensor.detach(), shape, copy=rank, copies=world_size, spread=spread)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Told by name: a script without torch.distributed never imports it."""
+    return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
+
+
+def _piece_of_dtensor(key: str, tensor: Any, dtype: str) -> Piece:  # noqa: ANN401  # DTensor is imported late
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(p.is_partial() for p in placements):
+        raise StateError(f"{key}: cannot be saved: a DTensor with a pending reduction")
+    shape, offsets = local_box(tensor)
+    copy, copies = 0, 1
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            copy, copies = copy * mesh.size(dim) + mesh.get_local_rank(dim), copies * mesh.size(dim)
+    box = Box(key, dtype, shape, offsets)
+    return Piece(box, local_of(tensor), tuple(tensor.shape), copy=copy, copies=copies, spread=True)
+
+
+def local_of(tensor: Any) -> Tensor:  # noqa: ANN401  # DTensor is imported late
+    """Return the memory behind a tensor on this rank."""
+    return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # noqa: SLF001  # to_local() may wait
+
+
+def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:  # noqa: ANN401  # DTensor is imported late
+    """Return shape and offsets of this rank's box."""
+    if not is_dtensor(tensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(shape) == tuple(local_of(tensor).shape)
+    return tuple(shape), tuple(offsets)
+
+
+def choose(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces that this rank writes. All ranks choose alike, so each byte has one writer."""
+    loads: dict[int, list[int]] = {}
+    mine = []
+    for piece in sorted(pieces, key=_largest_first):
+        load = loads.setdefault(piece.copies, [0] * piece.copies)
+        writer = load.index(min(load)) if piece.spread else 0
+        load[writer] += math.prod(piece.shape) * image.ITEM_BYTES[piece.box.dtype]
+        if writer == piece.copy and not _is_elsewhere(piece):
+            mine.append(piece)
+    return mine
+
+
+def _largest_first(piece: Piece) -> tuple[int, str]:
+    return -math.prod(piece.shape) * image.ITEM_BYTES[piece.box.dtype], piece.box.key
+
+
+def _is_elsewhere(piece: Piece) -> bool:
+    """An uneven split leaves some ranks with nothing of a tensor."""
+    return piece.local.numel() == 0 and math.prod(piece.shape) > 0
+
+
+def lay_out(pieces: Sequence[Piece]) -> Image:
+    return image.lay_out(piece.box for piece in pieces)
+
+
+def fill(memory: memoryview, shard: Image, pieces: Sequence[Piece]) -> None:
+    """Write the image of a shard: after this the tensors may change again."""
+    memory[: len(shard.header)] = shard.header
+    if not pieces:
+        return
+    by_key = {piece.box.key: piece.local for piece in pieces}
+    raw = as_tensor(memory)
+    with torch.no_grad():
+        for placed in shard.placed:
+            if placed.end > placed.begin:
+                view = raw[placed.begin : placed.end].view(TORCH_DTYPES[placed.box.dtype])
+                view.view(placed.box.shape).copy_(by_key[placed.box.key])
+
+
+def as_tensor(memory: Any) -> Tensor:  # noqa: ANN401  # anything with a buffer
+    """Return the bytes of a buffer as a tensor, without a copy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a read-only buffer warns; nobody writes through it
+        return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,326 @@
+"""
+What is saved, and how it is put back: models, optimizers, anything with a state_dict, random numbers.
+
+Tensors go to the shards under names that do not depend on wrappers (DDP, FSDP2, compile,
+activation checkpointing); all else goes to the manifest as typed JSON. On a fresh start no
+optimizer state is read: torch would make a fake step to have some.
+"""
+
+from __future__ import annotations
+
+import random  # noqa: TID251  # the script's own generator is part of its state
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from vramfarm import staging, typed
+from vramfarm.loading import Reader
+from vramfarm.staging import Piece
+from vramfarm.typed import StateError
+
+MODEL: Final = "model"
+_EXTRA: Final = "_extra_state"
+
+
+@dataclass
+class Snapshot:
+    """State of one rank at one step. `shared` is the same on every rank, `own` is this rank's."""
+
+    rank: int
+    world_size: int
+    pieces: list[Piece] = field(default_factory=list)
+    shared: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> None:
+        piece = staging.piece_of(key, tensor, rank=self.rank, world_size=self.world_size, spread=spread)
+        self.pieces.append(piece)
+
+    def encode(self, value: object, path: str, *, spread: bool = False) -> Any:  # noqa: ANN401  # JSON
+        """Return JSON for `value`; its tensors go to the shards."""
+
+        def leaf(where: str, inner: Any) -> Any:  # noqa: ANN401  # whatever a state_dict holds
+            if isinstance(inner, Tensor):
+                self.add(where, inner, spread=spread)
+                return {typed.TAG: "tensor", "v": where}
+            if isinstance(inner, torch.Size):
+                return {typed.TAG: "size", "v": list(inner)}
+            if isinstance(inner, torch.dtype):
+                return {typed.TAG: "dtype", "v": staging.DTYPES.get(inner) or typed.refuse(where, inner)}
+            return typed.refuse(where, inner)
+
+        return typed.encode(value, path, leaf)
+
+    def encode_own(self, value: object, path: str) -> Any:  # noqa: ANN401  # JSON
+        """The same for state that differs from rank to rank: every rank writes its tensors itself."""
+        alone = Snapshot(rank=0, world_size=1)
+        encoded = alone.encode(value, f"{path}.{self.rank}")
+        self.pieces += alone.pieces
+        return encoded
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401  # JSON in, anything out
+    """Return what `Snapshot.encode` was given; `tensor(key)` brings the tensors."""
+
+    def leaf(kind: str, inner: Any) -> Any:  # noqa: ANN401  # see above
+        match kind:
+            case "tensor":
+                return tensor(inner)
+            case "size":
+                return torch.Size(inner)
+            case "dtype":
+                return staging.TORCH_DTYPES[inner]
+        raise StateError(f"the checkpoint holds a value of an unknown kind: {kind!r}")
+
+    return typed.decode(value, leaf)
+
+
+# ------------------------------------------------------------------------------- modules
+
+
+def check_module(module: nn.Module) -> None:
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
+        raise StateError("FullyShardedDataParallel (FSDP1) cannot be saved; use torch.distributed.fsdp.fully_shard")
+
+
+def clean_name(module: nn.Module, name: str) -> str:
+    """Return a parameter's name as it would be without wrappers around modules."""
+    current: Any = module
+    kept = []
+    for part in name.split("."):
+        while (wrapped := _wrapped(current)) is not None and wrapped != part:
+            current = getattr(current, wrapped)  # the wrapper took itself out of the name
+        if wrapped is None:
+            kept.append(part)
+        current = getattr(current, part, None)
+    return ".".join(kept)
+
+
+def _wrapped(module: object) -> str | None:
+    """Return the attribute by which a wrapper holds its module; None if it is no wrapper."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    names = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
+    return names.get(type(module).__name__)
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module's state_dict holds, under clean names. Tensors share their memory with the module."""
+    for raw, value in module.state_dict().items():
+        name = clean_name(module, raw)
+        assert "_orig_mod" not in name, name
+        assert "_checkpoint_wrapped_module" not in name, name
+        yield name, value
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """Return the clean name of each parameter, by identity. Of a tied one the first."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), clean_name(module, name))
+    return names
+
+
+def collect_module(snapshot: Snapshot, prefix: str, module: nn.Module) -> Any:  # noqa: ANN401  # JSON
+    """Weights are the same on all ranks and are spread; buffers may differ, and rank 0's count (as in DDP)."""
+    weights = set(parameter_names(module).values()) | {
+        clean_name(module, n) for n, _ in module.named_parameters(remove_duplicate=False)
+    }
+    extra = {}
+    for name, value in named_state(module):
+        if name.endswith(_EXTRA):
+            extra[name] = snapshot.encode(value, f"{prefix}.{name}")
+        else:
+            snapshot.add(f"{prefix}.{name}", value, spread=name in weights)
+    return extra
+
+
+def apply_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[str, Any]) -> int:
+    """Fill a module in place and return how many tensors that were; `StateError` lists what does not fit."""
+    targets = {f"{prefix}.{n}": v for n, v in named_state(module) if not n.endswith(_EXTRA)}
+    extra_tensors = tuple(f"{prefix}.{name}" for name in extra)
+    saved = {k for k in reader.keys if k.startswith(f"{prefix}.") and not k.startswith(extra_tensors or ("\0",))}
+    _check_fit(reader, prefix, targets, saved)
+    for key, tensor in targets.items():
+        fill_from(reader, key, tensor)
+    for raw in [name for name in module.state_dict() if name.endswith(_EXTRA)]:
+        name = clean_name(module, raw)
+        if name in extra:
+            owner = module.get_submodule(raw.removesuffix(_EXTRA).rstrip("."))
+            owner.set_extra_state(decode(extra[name], reader.read))
+    return len(targets)
+
+
+def _check_fit(reader: Reader, prefix: str, targets: Mapping[str, Tensor], saved: set[str]) -> None:
+    wrong = [f"{key}: not in the checkpoint" for key in sorted(targets.keys() - saved)]
+    wrong += [f"{key}: in the checkpoint, not in the {prefix}" for key in sorted(saved - targets.keys())]
+    for key in sorted(targets.keys() & saved):
+        tensor, found = targets[key], (reader.shape(key), reader.dtype(key))
+        if (tuple(tensor.shape), tensor.dtype) != found:
+            wrong.append(
+                f"{key}: expected {tuple(tensor.shape)} {tensor.dtype}, the checkpoint has {found[0]} {found[1]}"
+            )
+        elif tensor.is_meta:
+            wrong.append(f"{key}: is on the meta device; call to_empty() first")
+    if wrong:
+        more = [f"and {len(wrong) - 20} more"] if len(wrong) > 20 else []  # noqa: PLR2004  # a screenful
+        raise StateError("\n  ".join([f"{reader.manifest.ref.name} does not fit:", *wrong[:20], *more]))
+
+
+def fill_from(reader: Reader, key: str, tensor: Tensor) -> None:
+    reader.read_into(key, staging.local_of(tensor), staging.local_box(tensor)[1])
+
+
+# ---------------------------------------------------------------------------- optimizers
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise StateError("ZeroRedundancyOptimizer cannot be saved: its state lies on one rank; use fully_shard")
+
+
+def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """Return a name for each parameter, in the order in which the optimizer numbers them."""
+    names: dict[int, str] = {}
+    for model in models:
+        names |= {k: v for k, v in parameter_names(model).items() if k not in names}
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        found += [names.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group["params"])]
+    return found
+
+
+def collect_optimizer(
+    snapshot: Snapshot, prefix: str, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> Any:  # noqa: ANN401  # JSON
+    names = optimizer_names(optimizer, models)
+    raw = optimizer.state_dict()
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in raw["param_groups"]]
+    state = {names[i] if isinstance(i, int) else i: inner for i, inner in raw["state"].items()}
+    return {
+        "groups": snapshot.encode(groups, f"{prefix}.groups"),
+        "state": [
+            [name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in state.items()
+        ],
+    }
+
+
+def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> None:  # noqa: ANN401  # JSON
+    """Put an optimizer's state back, matched by parameter name, in the precision it was saved in."""
+    names = optimizer_names(optimizer, models)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = decode(saved["groups"], reader.read)
+    _check_groups(optimizer, names, groups)
+    index = {name: i for i, name in enumerate(names)}
+    like = {name: parameters[i] for name, i in index.items()}
+    state = {
+        index.get(name, name): decode(inner, partial(_state_tensor, reader, like.get(name)))
+        for name, inner in saved["state"]
+    }
+    numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})
+    for i, inner in state.items():
+        if isinstance(i, int):
+            _restore_precision(optimizer.state[parameters[i]], inner)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+    rest = iter(names)
+    ours = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in groups]
+    if [sorted(g) for g in ours] != [sorted(g) for g in theirs]:
+        missing = sorted({n for g in ours for n in g} - {n for g in theirs for n in g})
+        unexpected = sorted({n for g in theirs for n in g} - {n for g in ours for n in g})
+        raise StateError(
+            f"optimizer: the parameter groups differ: {len(ours)} groups here, {len(theirs)} in the checkpoint; "
+            f"not in the checkpoint: {missing[:10]}; only in the checkpoint: {unexpected[:10]}"
+        )
+
+
+def _state_tensor(reader: Reader, parameter: Tensor | None, key: str) -> Tensor:
+    """Return a state tensor, laid out over the ranks as its parameter is."""
+    if parameter is not None and parameter.dim() and tuple(parameter.shape) == reader.shape(key):
+        tensor = torch.empty_like(parameter, dtype=reader.dtype(key), requires_grad=False)
+        fill_from(reader, key, tensor)
+        return tensor
+    return reader.read(key)
+
+
+def _restore_precision(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """torch casts state to its parameter's type while loading: exact only where the two are the same."""
+    for name, value in saved.items():
+        if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].dtype != value.dtype:
+            now[name] = value.to(now[name].device)
+
+
+# ------------------------------------------------------------------------- other objects
+
+
+def apply_object(reader: Reader, thing: Any, saved: Any) -> None:  # noqa: ANN401  # anything with load_state_dict
+    """Put any object's state back; tensors take the layout and place that they have in the object now."""
+    present = _tensors_by_path(thing)
+
+    def tensor(key: str) -> Tensor:
+        like = present.get(key.partition(".")[2])
+        if like is None or tuple(like.shape) != reader.shape(key):
+            return reader.read(key)
+        made = torch.empty_like(like, dtype=reader.dtype(key), requires_grad=False)
+        fill_from(reader, key, made)
+        return made
+
+    thing.load_state_dict(decode(saved, tensor))
+
+
+def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict
+    found: dict[str, Tensor] = {}
+
+    def leaf(path: str, value: Any) -> None:  # noqa: ANN401  # whatever it holds
+        if isinstance(value, Tensor):
+            found[path.removeprefix(".")] = value
+
+    typed.encode(thing.state_dict(), "", leaf)
+    return found
+
+
+# ------------------------------------------------------------------------ random numbers
+
+
+def collect_rng() -> dict[str, Any]:
+    """Return the state of every generator that a script uses by default on this rank."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := typed.numpy_module()) is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def apply_rng(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and (numpy := typed.numpy_module()) is not None:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def reseed(seed: int, step: int, rank: int) -> None:
+    """Start other random numbers on every rank: what was saved belongs to another world size."""
+    mixed = mix(seed, step, rank)
+    random.seed(mixed)
+    torch.manual_seed(mixed)
+    if (numpy := typed.numpy_module()) is not None:
+        numpy.random.seed(mixed % 2**32)
+
+
+def mix(*numbers: int) -> int:
+    """Return one seed for several numbers; near numbers give unrelated seeds."""
+    mixed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        mixed = (mixed ^ (number & (2**64 - 1))) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed ^= mixed >> 31
+    return mixed % 2**63
