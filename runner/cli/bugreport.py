@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from runner import __version__
+from runner.cli.load import workspace_of
 from vramfarm.protocol import Env
 
 _PACKAGES: Final = ("boto3", "pydantic", "ruamel.yaml", "structlog", "tenacity", "watchdog")
@@ -24,10 +25,15 @@ _SHORTEST_SECRET: Final = 6
 
 
 def write_bug_report(error: BaseException, arguments: Sequence[str], env: Mapping[str, str]) -> Path | None:
-    """Write the report into the run folder if there is one, else among the temporary files; say where it is."""
+    """
+    Write the report to where a rented server's disk is most likely to be kept; say where it is.
+
+    The run folder if there is one, then the workspace's own, then the temporary files.
+    """
     text = _hide(_report(error, arguments), env)
     name = f"bug-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.txt"
-    for folder in filter(None, (env.get(Env.RUN), tempfile.gettempdir())):
+    folders = (env.get(Env.RUN), workspace_of(env) / ".vramfarm", tempfile.gettempdir())
+    for folder in filter(None, folders):
         path = Path(folder) / name
         try:
             path.write_text(text, encoding="utf-8")
@@ -35,6 +41,12 @@ def write_bug_report(error: BaseException, arguments: Sequence[str], env: Mappin
             continue  # a full or missing disk; the next folder may do
         return path
     return None
+
+
+def where(error: BaseException) -> str:
+    """`file.py:12` of the innermost line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
 
 
 def _report(error: BaseException, arguments: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Final, Protocol, cast
 
 from runner import __version__
-from runner.cli.bugreport import write_bug_report
+from runner.cli.bugreport import where, write_bug_report
 from runner.errors import JobError, RunnerError
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
@@ -104,7 +104,7 @@ def _complain(error: RunnerError) -> int:
 
 def _report(error: Exception, arguments: list[str]) -> int:
     path = write_bug_report(error, arguments, os.environ)
-    _say(f"error: unexpected: {type(error).__name__}: {str(error)[:200]}")
+    _say(f"error: unexpected: {type(error).__name__}: {str(error)[:200]} ({where(error)})")
     _say(f"hint: this is a fault of the runner; the report is {path}" if path else "hint: no report could be written")
     return RunnerError.exit_code
 
