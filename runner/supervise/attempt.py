@@ -54,6 +54,7 @@ class LaunchSpec:
     save_interval_s: float
     lineage: int
     resume: Path | None = None
+    python: str = ""  # the training interpreter: its environment is activated
     saver_python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -78,8 +79,18 @@ def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an attempt; `outer` is the supervisor's."""
     kept = {k: v for k, v in outer.items() if k not in spec.withhold and not k.startswith(_OURS)}
     env = {**PREVENTION, **_offline_wandb({**kept, **spec.env, **spec.secrets}), **kept, **spec.env, **spec.secrets}
+    env |= activated(env, Path(spec.python)) if spec.python else {}
     env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), str(library_dir(spec.run_dir))) if p)
     return env | _protocol(spec)
+
+
+def activated(env: Mapping[str, str], python: Path) -> dict[str, str]:
+    """What an interpreter's environment changes when it is activated: its programs come first (ninja, pip)."""
+    programs = python.parent
+    changed = {"PATH": os.pathsep.join((str(programs), env.get("PATH", os.defpath)))}
+    if (programs.parent / "pyvenv.cfg").exists():
+        changed["VIRTUAL_ENV"] = str(programs.parent)
+    return changed
 
 
 def library_dir(run_dir: Path) -> Path:

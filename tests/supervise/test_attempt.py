@@ -254,6 +254,19 @@ def test_the_user_has_the_last_word_but_on_the_protocol(spec):
     assert "1" == env["PYTHONFAULTHANDLER"]
 
 
+def test_the_training_environment_is_activated(spec, tmp_path):
+    """
+    Programs that torch looks for (ninja) are those beside the training interpreter.
+    """
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    given = replace(spec, python=str(tmp_path / "env" / "bin" / "python"))
+
+    env = attempt.environment(given, {"PATH": "/usr/bin"})
+
+    assert (f"{tmp_path}/env/bin:/usr/bin", f"{tmp_path}/env") == (env["PATH"], env["VIRTUAL_ENV"])
+
+
 @pytest.mark.parametrize(
     ("outer", "netrc", "mode"),
     [
