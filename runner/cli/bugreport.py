@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from runner import __version__
-from runner.cli.load import workspace_of
+from runner.cli.workspace import workspace_of
 from vramfarm.protocol import Env
 
 _PACKAGES: Final = ("boto3", "pydantic", "ruamel.yaml", "structlog", "tenacity", "watchdog")
@@ -32,9 +32,10 @@ def write_bug_report(error: BaseException, arguments: Sequence[str], env: Mappin
     """
     text = _hide(_report(error, arguments), env)
     name = f"bug-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{os.getpid()}.txt"
-    folders = (env.get(Env.RUN), workspace_of(env) / ".vramfarm", tempfile.gettempdir())
-    for folder in filter(None, folders):
-        path = Path(folder) / name
+    run_dir = env.get(Env.RUN)
+    folders = (*([Path(run_dir)] if run_dir else []), workspace_of(env) / ".vramfarm", Path(tempfile.gettempdir()))
+    for folder in folders:
+        path = folder / name
         try:
             path.write_text(text, encoding="utf-8")
         except OSError:

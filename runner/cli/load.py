@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
 import ssl
 import sys
@@ -27,6 +26,7 @@ from pydantic import ValidationError
 from runner.cli.complaints import complaints
 from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
+from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 from runner.job import ArchiveSource, Job, PathSource
 
@@ -34,7 +34,6 @@ MAX_BYTES: Final = 1 << 20
 FETCH_TIMEOUT_S: Final = 30.0
 STDIN: Final = "-"
 JOB_VARIABLE: Final = "RUNNER_JOB"
-WORKSPACE_VARIABLE: Final = "VRAMFARM_WORKSPACE"
 
 _PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
 _KNOWN: Final = ("{workspace}", "{name}", "{date}", "{config_dir}")
@@ -73,14 +72,6 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
 def parse_job(name: str, text: str) -> Job:
     """The job as written, placeholders and all; `name` stands in messages."""
     return _parse(name, text)[0]
-
-
-def workspace_of(env: Mapping[str, str]) -> Path:
-    """$VRAMFARM_WORKSPACE; else /workspace where there is one that we may write; else the current folder."""
-    if named := env.get(WORKSPACE_VARIABLE):
-        return Path(named).absolute()
-    usual = Path("/workspace")
-    return usual if os.access(usual, os.W_OK) else Path.cwd()
 
 
 # ------------------------------------------------------------------------------- reading

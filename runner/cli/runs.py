@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
-from runner.cli.load import load_job, workspace_of
+from runner.cli.load import load_job
+from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 
 STATUS: Final = "status.json"
