@@ -78,7 +78,15 @@ def start(spec: LaunchSpec) -> None:
 def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an attempt; `outer` is the supervisor's."""
     kept = {k: v for k, v in outer.items() if k not in spec.withhold and not k.startswith(_OURS)}
-    env = {**PREVENTION, **_offline_wandb({**kept, **spec.env, **spec.secrets}), **kept, **spec.env, **spec.secrets}
+    evidence = {"TORCH_FR_DUMP_TEMP_FILE": str(spec.folder.resolve() / "flight_recorder_rank_")}
+    env = {
+        **PREVENTION,
+        **evidence,
+        **_offline_wandb({**kept, **spec.env, **spec.secrets}),
+        **kept,
+        **spec.env,
+        **spec.secrets,
+    }
     env |= activated(env, Path(spec.python)) if spec.python else {}
     env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), str(library_dir(spec.run_dir))) if p)
     return env | _protocol(spec)

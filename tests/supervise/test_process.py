@@ -26,6 +26,18 @@ def test_finds_what_carries_the_marker(marker, run_python):
     assert {trainer.pid: "", saver.pid: "saver"} == found
 
 
+def test_a_process_is_found_from_its_first_moment(marker):
+    """
+    Right after its exec a process has no environment yet: `find` looks again.
+    """
+    env = {**os.environ, Env.ATTEMPT_ID: marker}
+    for _ in range(50):
+        child = process.spawn(("sleep", "60"), env=env, cwd="/")
+        assert child.pid in pids(marker)
+        child.kill()
+        child.wait()
+
+
 def test_other_values_are_not_found(marker, run_python):
     """
     A process of another attempt is none of ours.
