@@ -103,7 +103,9 @@ WISH: dict[str, Any] = {
 
 
 @contextmanager
-def open_farm(state: Path, *, per_minute: int = 100_000, creates: int = 100_000, balance: int = 100) -> Iterator[Farmhouse]:
+def open_farm(
+    state: Path, *, per_minute: int = 100_000, creates: int = 100_000, balance: int = 100
+) -> Iterator[Farmhouse]:
     """A farm with its threads and its port; all of its containers are ended with it."""
     state.mkdir(parents=True, exist_ok=True)
     options = Options(state=state, port=0, run=None, price=None, balance=Decimal(balance), runner=(), pace=PACE)

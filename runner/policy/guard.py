@@ -120,40 +120,53 @@ def hold_until(end: End, armed: Armed, now: datetime, override: str) -> datetime
 
 
 def parse_word(raw: bytes, armed: Armed) -> End | Armed:
-    """The runner's word: its last, or what is armed from now on. ValueError, KeyError or TypeError if it is neither."""
-    fields = json.loads(raw)
-    if "end" in fields:
+    """The runner's word: its last, or what is armed from now on. ValueError if it is neither."""
+    fields = _object(raw)
+    if isinstance(fields.get("end"), dict):
         return _parse_end(fields["end"])
-    deadline = parse_moment(fields["deadline"])
+    deadline = parse_moment(fields.get("deadline"))
     if deadline is None:
-        raise ValueError("expected a time with a zone")
+        raise ValueError(f"expected a deadline with a zone, or an end, got {str(fields)[:120]}")
     run = str(fields.get("run") or armed.run)
     return replace(armed, deadline_at=deadline, keep=_folder(fields.get("keep", armed.keep)), run=run)
 
 
 def _parse_end(fields: Mapping[str, Any]) -> End:
-    hold = fields.get("hold_s")
+    code, stop, hold = fields.get("code"), fields.get("stop"), fields.get("hold_s")
+    if type(code) is not int or not isinstance(stop, bool):
+        raise ValueError(f"expected an end with a code and a stop, got {str(fields)[:120]}")
     return End(
-        code=int(fields["code"]) & 0xFF,
-        stop=bool(fields["stop"]),
+        code=code & 0xFF,
+        stop=stop,
         keep=_folder(fields.get("keep")),
-        hold_s=None if hold is None else max(float(hold), 0.0),
+        hold_s=_seconds(str(hold)),
         reason=" ".join(str(fields.get("reason", "")).split())[:500],
     )
 
 
 def parse_armed(raw: bytes) -> Armed:
     """What `dump_armed` wrote; ValueError if it is something else."""
-    fields = json.loads(raw)
-    if not isinstance(fields, dict):
-        raise ValueError(f"{str(fields)[:40]!r}, not an object")  # noqa: TRY004  # one error for all that is garbled
+    fields = _object(raw)
     first, deadline = parse_moment(fields.get("first_boot_at")), parse_moment(fields.get("deadline_at"))
     if first is None or deadline is None:
         raise ValueError("no first_boot_at and deadline_at with a zone")
-    keep, run = fields.get("keep"), str(fields.get("run") or "")
     return Armed(
-        server=str(fields.get("server")), first_boot_at=first, deadline_at=deadline, keep=_folder(keep), run=run
+        server=str(fields.get("server")),
+        first_boot_at=first,
+        deadline_at=deadline,
+        keep=_folder(fields.get("keep")),
+        run=str(fields.get("run") or ""),
     )
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{str(fields)[:40]!r} is no object")  # noqa: TRY004  # one error for all that is garbled
+    return fields
 
 
 def dump_armed(armed: Armed) -> bytes:

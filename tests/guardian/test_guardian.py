@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -92,8 +93,6 @@ def test_a_runner_that_cannot_be_started_is_given_up(tmp_path):
         "sys.exit(main([], runner=('/nowhere/python',), waits=Waits(restart_first=0.01)))"
     )
     env = {**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path)}
-
-    import sys  # noqa: PLC0415
 
     done = subprocess.run([sys.executable, "-I", "-c", program], env=env, timeout=20, check=False)
 
@@ -192,13 +191,13 @@ def test_adopted_orphans_are_reaped(at_home, tmp_path):
     wait_until(lambda: children() == [str(_lives(tmp_path)[0])])
 
 
-def test_a_reader_of_the_log_that_sleeps_costs_nothing(at_home, tmp_path):
+def test_a_reader_of_the_log_that_sleeps_costs_nothing(at_home):
     """
     A full pipe must not keep the guardian from its work.
     """
-    guardian = at_home(*["say " + "x" * 900 + "; say y" * 60] * 1, END % (0, 0))
+    more_than_a_pipe_holds = ["say " + "x" * 150] * 600
 
-    os.kill(wait_until(lambda: _lives(tmp_path))[0], 0)
+    guardian = at_home("; ".join([*more_than_a_pipe_holds, END % (0, 0)]))
 
     assert 0 == guardian.wait(20)
 
@@ -207,8 +206,6 @@ def test_it_runs_by_its_path_in_an_interpreter_without_our_packages(tmp_path):
     """
     `python -I -S`: no site-packages; it finds its own package, last on the path.
     """
-    import sys  # noqa: PLC0415
-
     script = Path(__file__).parents[2] / "runner" / "guardian.py"
     env = {**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path)}
     process = subprocess.Popen(

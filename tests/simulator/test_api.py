@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+
 from tests.farmhouse import WISH, Farmhouse, open_farm, python
 
 SLEEP = python("import time; time.sleep(600)")

@@ -6,12 +6,14 @@ import json
 import os
 
 import pytest
-from tests.farmhouse import Farmhouse, python, wait_until
 
 from runner.supervise.process import find
+from tests.farmhouse import Farmhouse, python, wait_until
 
 SLEEP = python("import time; time.sleep(600)")
-IGNORES_TERM = python("import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)")
+IGNORES_TERM = python(
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
 
 
 def _alive(server: str) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, Protocol
-from urllib.parse import urlsplit
 
 from runner.adapters.notifiers import webhook
 
@@ -27,7 +26,7 @@ NOTIFIERS: Final[Mapping[str, Notifier]] = {
 
 def notify(url: str, message: Mapping[str, object]) -> str:
     """Tell one address, whatever its kind; never raises. Returns why it failed, or ""."""
-    scheme = urlsplit(url).scheme if "://" in url else ""
+    scheme = url.partition("://")[0].lower()
     if scheme not in NOTIFIERS:
         return f"expected an address that begins with {' or '.join(f'{s}://' for s in NOTIFIERS)}, got another kind"
     return NOTIFIERS[scheme].notify(url, message)

@@ -62,6 +62,8 @@ def _read(response: IO[bytes], ends: float) -> bytes:
     body = bytearray()
     while len(body) < _LIMIT_BYTES and time.monotonic() < ends:
         piece = response.read1(1 << 16)  # type: ignore[attr-defined]  # http.client's has it
+        if not piece and getattr(response, "length", None):
+            raise ConnectionError(f"the answer ended early, after {len(body)} bytes")
         if not piece:
             return bytes(body)
         body += piece
