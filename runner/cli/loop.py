@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -37,6 +38,7 @@ from runner.storage.journal import Journal
 from runner.words import Surroundings
 from runner.world import RealWorld, RunFolder, Setting
 
+LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
 LOCK_PATIENCE_S: Final = 10.0
 _IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
 
@@ -46,11 +48,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start-over", action="store_true")
     parser.add_argument("--go-on", action="store_true")
     parser.add_argument("--accept-change", action="store_true")
-    parser.add_argument("--lifeline", type=int)
 
 
 def run(args: argparse.Namespace) -> int:
-    lifeline = Lifeline(args.lifeline)
+    wire = os.environ.pop(LIFELINE_VARIABLE, None)
+    lifeline = Lifeline(int(wire) if wire else None)
     env = with_secrets(os.environ)
     server = find_server(env)
     loaded: LoadedJob | None = None
@@ -81,7 +83,7 @@ def _run(
         _check_same_job(job, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder)
         setting = _find_out(loaded, env, server)
-        _tell_deadline(job, journal.history, server, lifeline)
+        _tell_deadline(job, folder, journal.history, server, lifeline)
         world = RealWorld(setting, folder, Disk())
         teller = Teller(job, folder, _surroundings(folder, server, loaded.workspace), machine=_describe(setting))
         _listen(world)
@@ -177,8 +179,6 @@ def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> No
     if not (args.start_over or args.go_on):
         return
     folder.stop.unlink(missing_ok=True)
-    from datetime import UTC, datetime  # noqa: PLC0415
-
     journal.append(events.reopened(start_over=args.start_over, at=datetime.now(UTC)))
 
 
@@ -242,12 +242,10 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _tell_deadline(job: Job, history: History, server: Server | None, lifeline: Lifeline) -> None:
-    from datetime import UTC, datetime  # noqa: PLC0415
-
+def _tell_deadline(job: Job, folder: RunFolder, history: History, server: Server | None, lifeline: Lifeline) -> None:
     at = deadline(job.limits, history.opened_at or datetime.now(UTC), server)
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder
-    lifeline.deadline(at, keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
+    lifeline.deadline(at, run=str(folder.root), keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
 
 
 def _surroundings(folder: RunFolder, server: Server | None, workspace: Path) -> Surroundings:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -30,11 +31,12 @@ def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
 
 
 def _logger() -> structlog.typing.FilteringBoundLogger:
-    return structlog.wrap_logger(
+    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr),
         processors=[structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _plain],
         wrapper_class=structlog.make_filtering_bound_logger(0),
     )
+    return logger
 
 
 class Teller:
@@ -44,8 +46,10 @@ class Teller:
         self._job, self._folder, self._around, self._machine = job, folder, around, machine
         self._log = _logger()
         self._before: Observed | None = None
-        self._progress_at = self._status_at = None
+        self._progress_at: datetime | None = None
+        self._status_at: datetime | None = None
         self._follower: Follower | None = None
+        self._followed: Path | None = None
         self._message = ""
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
@@ -72,10 +76,10 @@ class Teller:
         if not history.attempts:
             return
         folder = self._folder.attempt(history.attempts[-1].number)
-        if self._follower is None or self._follower.folder != folder:
-            self._follower = Follower(folder)
+        if self._follower is None or self._followed != folder:
+            self._follower, self._followed = Follower(folder), folder
         for line in self._follower.read():
-            if line.rank in {0, None}:
+            if line.rank == 0:
                 with suppress(OSError):
                     sys.stderr.write(f"  | {line.text}\n")
         del seen

@@ -76,7 +76,7 @@ def stop_sent(life: str, *, keep: bool, at: datetime) -> Event:
     return {"event": "stop_sent", "life": life, "keep": keep, "at": at.isoformat()}
 
 
-def fold(history: History, event: Event) -> History:
+def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm an event
     """The history after one more event; an event of a newer runner changes nothing."""
     match event:
         case {"event": "accepted", "digest": digest, "at": at}:

@@ -1,0 +1,209 @@
+"""
+Slow work, one process each: `python -I -m runner.tasks KIND`, arguments as JSON on standard
+input, progress and one last word as JSON lines on standard output.
+
+Every task may be killed at any moment and started again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from runner.errors import RunnerError
+from runner.facts import Checkpoint, TaskKind
+from runner.job import ArchiveSource, GitSource, OffloadPolicy, PathSource
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.offsite import OffsiteError, Store, open_store, transfer
+from runner.supervise.source import bring
+from vramfarm.protocol import Ref
+
+Progress = Callable[[float, str], None]
+Arguments = Mapping[str, Any]
+
+_SOURCE: TypeAdapter[GitSource | PathSource | ArchiveSource | None] = TypeAdapter(
+    GitSource | PathSource | ArchiveSource | None
+)
+_PUBLISHED: Final = ("status.json", "journal.jsonl", "job.json")
+_LOG_LIMIT_BYTES: Final = 64 << 20
+_SAY_EVERY_S: Final = 0.5
+
+
+def main() -> int:
+    kind = TaskKind(sys.argv[1])
+    try:
+        result = TASKS[kind](json.load(sys.stdin), _Saying())
+    except OffsiteError as error:
+        return _fail(str(error), hint=error.hint, final=error.final, damaged=getattr(error, "damaged", False))
+    except RunnerError as error:
+        return _fail(str(error), hint=error.hint, final=True)
+    except OSError as error:
+        return _fail(f"{error.filename or 'disk'}: {error.strerror or error}", hint="", final=False)
+    _say({"result": result})
+    return 0
+
+
+def _fail(error: str, *, hint: str, final: bool, damaged: bool = False) -> int:
+    _say({"error": error, "hint": hint, "final": final, "damaged": damaged})
+    return 1
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    print(json.dumps(line), flush=True)  # noqa: T201  # the contract of tasks
+
+
+class _Saying:
+    """A progress callback that writes a line twice a second at most."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, fraction: float, note: str) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _SAY_EVERY_S
+            _say({"progress": round(fraction, 4), "note": note})
+
+
+# ------------------------------------------------------------------------------------ tasks
+
+
+def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "source")
+    folder = bring(
+        _SOURCE.validate_python(arguments["source"]),
+        arguments["setup"],
+        run_dir=Path(arguments["run_dir"]),
+        digest=arguments["subject"],
+        config_dir=Path(arguments["config_dir"]),
+        python=Path(arguments["python"]),
+        timeout_s=arguments["setup_timeout_s"],
+    )
+    return {"summary": str(folder)}
+
+
+def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "listing")
+    found = transfer.survey(_store(arguments), arguments["job"])
+    return {
+        "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
+        "outcome": found.outcome,
+        "summary": _survey_summary(found),
+    }
+
+
+def _survey_summary(found: transfer.Survey) -> str:
+    unusable = f"; unusable: {'; '.join(found.unusable)}" if found.unusable else ""
+    newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
+    return f"{len(found.checkpoints)} checkpoints there{newest}{unusable}"
+
+
+def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    directory, store = _directory(arguments), _store(arguments)
+    ref = _local_ref(directory, arguments["subject"])
+    started = time.monotonic()
+    transfer.upload(store, arguments["job"], directory, ref, progress)
+    took = time.monotonic() - started
+    _publish_files(store, arguments)
+    size = directory.manifest(ref).size_bytes
+    return {**survey(arguments, progress), "summary": f"{size / 1e6:.1f} MB in {took:.1f}s, confirmed by the store"}
+
+
+def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    store = _store(arguments)
+    ref = _remote_ref(store, arguments)
+    started = time.monotonic()
+    checkpoint = transfer.restore(store, arguments["job"], ref, _directory(arguments), progress)
+    took = time.monotonic() - started
+    return {"summary": f"{checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"}
+
+
+def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "comparing")
+    store = _store(arguments)
+    ref = _remote_ref(store, arguments)
+    manifest = transfer.verify(store, arguments["job"], ref)
+    return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there"}
+
+
+def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "tidying")
+    store = _store(arguments)
+    removed = transfer.tidy(store, arguments["job"], keep_last=arguments["offload"]["keep_last"])
+    return {**survey(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
+
+
+def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "journal, status, logs")
+    store = _store(arguments)
+    number = _publish_files(store, arguments, logs=True)
+    conclusion = arguments.get("conclusion")
+    if conclusion:
+        transfer.publish(store, arguments["job"], {"outcome.json": json.dumps(conclusion).encode()})
+    return {"summary": f"{number} files"}
+
+
+TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {
+    TaskKind.SETUP: setup,
+    TaskKind.SURVEY: survey,
+    TaskKind.UPLOAD: upload,
+    TaskKind.RESTORE: restore,
+    TaskKind.PUBLISH: publish,
+    TaskKind.TIDY: tidy,
+    TaskKind.VERIFY: verify,
+}
+
+
+# ---------------------------------------------------------------------------------- helpers
+
+
+def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {**asdict(checkpoint), "written_at": checkpoint.written_at.isoformat()}
+
+
+def _store(arguments: Arguments) -> Store:
+    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ)
+
+
+def _directory(arguments: Arguments) -> CheckpointDir:
+    return CheckpointDir(Path(arguments["checkpoint_dir"]), Disk())
+
+
+def _local_ref(directory: CheckpointDir, name: str) -> Ref:
+    found = [c.ref for c in directory.committed() if c.ref.name == name]
+    if not found:
+        raise OffsiteError(f"{directory.root / name}: expected a committed checkpoint, found none", final=True)
+    return found[0]
+
+
+def _remote_ref(store: Store, arguments: Arguments) -> Ref:
+    name = arguments["subject"]
+    found = [c.ref for c in transfer.survey(store, arguments["job"]).checkpoints if c.ref.name == name]
+    if not found:
+        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True)
+    return found[0]
+
+
+def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) -> int:
+    run_dir = Path(arguments["run_dir"])
+    files: dict[str, Path | bytes] = {name: run_dir / name for name in _PUBLISHED if (run_dir / name).is_file()}
+    if logs:
+        files |= {
+            str(path.relative_to(run_dir)): path
+            for path in sorted((run_dir / "logs").rglob("*"))
+            if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LOG_LIMIT_BYTES
+        }
+    transfer.publish(store, arguments["job"], files)
+    return len(files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

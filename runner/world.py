@@ -1,0 +1,432 @@
+"""
+The world of one run on one machine: `observe()` looks, one method an action does.
+
+No decision is made here. What is slow was started as a task or an attempt, and is only
+looked at; what cannot be seen again is in the journal, which the loop writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+
+from runner.adapters.launchers import LAUNCHERS, Launch, check_command, split_command
+from runner.facts import (
+    Attempt,
+    Checkpoint,
+    Conclusion,
+    Exit,
+    Finished,
+    History,
+    Observed,
+    Outcome,
+    Progress,
+    Server,
+    TaskKind,
+    TaskState,
+)
+from runner.job import Job
+from runner.policy.lifecycle import Wait
+from runner.policy.limits import deadline
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.supervise import attempt as attempts
+from runner.supervise import page as pages
+from runner.supervise import process
+from runner.supervise.page import ProgressReader
+from runner.supervise.tasks import TaskBoard
+from runner.supervise.triage import first_error
+from vramfarm.protocol import DAMAGED, Ref, Word
+
+TICK_S: Final = 0.5
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NS: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where the files of a run are. Its layout is in ARCHITECTURE.md."""
+
+    root: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.jsonl"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def stop(self) -> Path:
+        return self.root / "stop"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def tasks(self) -> Path:
+        return self.root / "logs" / "tasks"
+
+    def attempt(self, number: int) -> Path:
+        return self.root / "logs" / f"attempt-{number:04d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What was found out about the machine before the loop began; true for this life."""
+
+    job: Job
+    job_digest: str
+    setup_digest: str
+    config_dir: Path  # of job.yaml
+    python: str  # the training interpreter
+    num_procs: int
+    server: Server | None
+    withhold: frozenset[str]  # names of the supervisor's own secrets
+    secrets: Mapping[str, str]
+    refusal: str = ""
+
+
+class RealWorld:
+    """`loop.World`, on real files and processes."""
+
+    def __init__(self, setting: Setting, folder: RunFolder, disk: Disk) -> None:
+        self._setting, self._job, self._folder = setting, setting.job, folder
+        self.checkpoints = CheckpointDir(Path(self._job.checkpoint.dir), disk)
+        self.checkpoints.sweep()
+        self._board = TaskBoard(folder.tasks, str(folder.root))
+        self._board.kill_leftovers()
+        pages.remove_stale(folder.root)
+        self._life = uuid.uuid4().hex
+        self._boot_id = _BOOT_ID.read_text().strip()
+        self._store = _StoreView()
+        self._sight = _AttemptSight(folder)
+        self._conclusion: Conclusion | None = None
+        self._awake = threading.Event()
+        self.leaving = threading.Event()
+        self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
+
+    def close(self) -> None:
+        self._watcher.stop()
+        self._watcher.join(1)
+
+    # ------------------------------------------------------------------------------- look
+
+    def observe(self, history: History) -> Observed:
+        process.reap()
+        self._conclusion = history.conclusion
+        now = datetime.now(UTC)
+        tasks = self._board.states(now)
+        self._store.learn(tasks)
+        opened = history.opened_at or now
+        seen = Observed(
+            now=now,
+            boot_id=self._boot_id,
+            life=self._life,
+            local=self.checkpoints.committed(),
+            leftovers=self.checkpoints.leftovers(),
+            damaged=self._damaged(),
+            offsite=self._store.checkpoints,
+            unusable=frozenset(self._store.unusable),
+            concluded_elsewhere=self._store.conclusion,
+            tasks=tasks,
+            refusal=self._setting.refusal,
+            setup_digest=self._setting.setup_digest,
+            stop_requested=self._folder.stop.exists(),
+            leaving=self.leaving.is_set(),
+            rented=self._setting.server is not None,
+            deadline_at=deadline(self._job.limits, opened, self._setting.server),
+            last_upload_s=self._store.last_upload_s,
+        )
+        running = bool(history.attempts) and history.attempts[-1].ending is None
+        return self._sight.look(seen, history.attempts[-1]) if running else seen
+
+    def _damaged(self) -> tuple[str, ...]:
+        with suppress(FileNotFoundError):
+            return tuple(sorted(path.name for path in self.checkpoints.root.glob(f"{DAMAGED}*")))
+        return ()
+
+    def digest(self) -> str:
+        return self._setting.job_digest
+
+    def new_id(self) -> str:
+        return uuid.uuid4().hex
+
+    # -------------------------------------------------------------------------------- act
+
+    def begin(self, kind: TaskKind, subject: str) -> None:
+        argv = (sys.executable, "-I", "-m", "runner.tasks", kind)
+        self._board.start(kind, subject, argv, self._arguments(subject), now=datetime.now(UTC))
+
+    def _arguments(self, subject: str) -> dict[str, Any]:
+        setting = self._setting
+        return {
+            "subject": subject,
+            "job": setting.job.name,
+            "run_dir": str(self._folder.root),
+            "checkpoint_dir": str(self.checkpoints.root),
+            "config_dir": str(setting.config_dir),
+            "python": setting.python,
+            "offload": setting.job.offload.model_dump(mode="json"),
+            "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
+            "setup": list(setting.job.setup),
+            "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
+            "outputs": list(setting.job.outputs),
+            "conclusion": dump_conclusion(self._conclusion) if self._conclusion else None,
+        }
+
+    def discard(self, name: str) -> None:
+        self.checkpoints.discard(name)
+
+    def prune(self, ref: Ref) -> None:
+        self.checkpoints.remove(ref)
+
+    def set_aside(self, ref: Ref) -> None:
+        self.checkpoints.set_aside(ref)
+
+    def check_launch(self) -> None:
+        """`JobError` if what would be launched is not there."""
+        self._argv(self._folder.root, None)
+
+    def launch(self, attempt: Attempt) -> None:
+        setting, job, folder = self._setting, self._job, self._folder.attempt(attempt.number)
+        control = pages.create(self._folder.root, attempt.id, num_ranks=setting.num_procs)
+        self.checkpoints.root.mkdir(parents=True, exist_ok=True)
+        resume = self.checkpoints.path(attempt.resume) if attempt.resume else None
+        attempts.start(
+            attempts.LaunchSpec(
+                number=attempt.number,
+                id=attempt.id,
+                argv=self._argv(folder, resume),
+                cwd=self._workdir(),
+                run_dir=self._folder.root,
+                folder=folder,
+                control=control,
+                job=job.name,
+                checkpoint_dir=self.checkpoints.root,
+                save_interval_s=job.checkpoint.save_interval.total_seconds(),
+                lineage=attempt.lineage,
+                resume=resume,
+                env=job.env,
+                secrets=setting.secrets,
+                withhold=setting.withhold,
+            )
+        )
+
+    def _argv(self, folder: Path, resume: Path | None) -> tuple[str, ...]:
+        resume_args = (str(resume),) if resume else ()
+        launch = Launch(
+            python=self._setting.python,
+            command=fill_command(self._job, self._setting.num_procs, self.checkpoints.root, resume_args),
+            num_procs=self._setting.num_procs,
+            log_dir=folder,
+        )
+        check_command(self._job.launcher, launch, cwd=self._workdir())
+        return LAUNCHERS[self._job.launcher].argv(launch)
+
+    def _workdir(self) -> Path:
+        return workdir(self._job, self._setting.config_dir, self._folder.root, self._setting.setup_digest)
+
+    def interrupt(self) -> None:
+        self._sight.interrupt()
+
+    def kill(self, *, savers: bool) -> None:
+        if self._sight.attempt:
+            attempts.kill(self._sight.attempt.id, savers=savers)
+
+    def forget(self, attempt: Attempt) -> None:
+        """The attempt is over and journaled: its page can go."""
+        self._sight.forget()
+        pages.remove_stale(self._folder.root)
+        del attempt
+
+    def wait(self, action: Wait) -> None:
+        del action  # what `until` names is at least a tick away, or asked again at once
+        self._awake.wait(TICK_S)
+        self._awake.clear()
+
+    def wake(self) -> None:
+        self._awake.set()
+
+
+# ----------------------------------------------------------------------------- the attempt
+
+
+class _AttemptSight:
+    """What can be seen of the attempt that runs, or has just ended."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self.attempt: Attempt | None = None
+        self._reader: ProgressReader | None = None
+        self._progress = Progress()
+        self._save_s = 0.0
+        self._leave_sent_at: datetime | None = None
+        self._gone_at: datetime | None = None
+
+    def look(self, seen: Observed, attempt: Attempt) -> Observed:
+        if self.attempt is None or self.attempt.number != attempt.number:
+            self.forget()
+            self.attempt = attempt
+        folder = self._folder.attempt(attempt.number)
+        live = attempts.live(attempt.id)
+        exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
+        self._read_page(seen.now)
+        self._gone_at = (self._gone_at or seen.now) if live and not live.trainers else None
+        return replace(
+            seen,
+            live=live,
+            exit=exit_ if live is None or (exit_ and exit_.code is not None) else None,
+            end=attempts.read_end(folder),
+            first_error=first_error(folder, exit_ or Exit(code=None)) if live is None else "",
+            progress=self._progress,
+            leave_sent_at=self._leave_sent_at,
+            trainers_gone_at=self._gone_at,
+            last_save_s=self._save_s,
+        )
+
+    def _read_page(self, now: datetime) -> None:
+        assert self.attempt is not None
+        if self._reader is None:
+            page = pages.find(self._folder.root, self.attempt.id)
+            self._reader = ProgressReader(page) if page else None
+        if self._reader is None:
+            return
+        page = self._reader.page
+        self._progress = self._reader.read()
+        self._save_s = page[Word.SAVE_NS] * _NS
+        if pages.leave_requested(page):
+            self._leave_sent_at = self._leave_sent_at or now
+
+    def interrupt(self) -> None:
+        """Ask through the page; where there is none there is nobody who could save."""
+        if self._reader is not None:
+            pages.request_leave(self._reader.page)
+        self._leave_sent_at = datetime.now(UTC)
+
+    def forget(self) -> None:
+        self.__init__(self._folder)  # type: ignore[misc]  # as new
+
+
+# -------------------------------------------------------------------------------- the store
+
+
+class _StoreView:
+    """What tasks told of the store in this life."""
+
+    def __init__(self) -> None:
+        self.checkpoints: tuple[Checkpoint, ...] | None = None
+        self.conclusion: Conclusion | None = None
+        self.unusable: set[str] = set()
+        self.last_upload_s = 0.0
+        self._known: dict[TaskKind, TaskState] = {}
+
+    def learn(self, tasks: Mapping[TaskKind, TaskState]) -> None:
+        for kind, state in tasks.items():
+            if state is self._known.get(kind) or state == self._known.get(kind):
+                continue
+            if isinstance(state, Finished):
+                self._finished(kind, state, self._known.get(kind))
+            elif state is not None and kind is TaskKind.RESTORE and getattr(state, "final", False):
+                self.unusable.add(state.subject)
+            self._known[kind] = state
+
+    def _finished(self, kind: TaskKind, state: Finished, before: TaskState) -> None:
+        started = getattr(before, "started_at", None)
+        if kind is TaskKind.UPLOAD and started:
+            self.last_upload_s = (state.at - started).total_seconds()
+        if "checkpoints" in state.result:
+            self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
+        if state.result.get("outcome"):
+            self.conclusion = parse_conclusion(state.result["outcome"])
+
+
+def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
+    """The inverse of `dump_checkpoint`, which the tasks use."""
+    return Checkpoint(
+        ref=Ref(**fields["ref"]),
+        size_bytes=fields["size_bytes"],
+        world_size=fields["world_size"],
+        written_at=datetime.fromisoformat(fields["written_at"]),
+        framework=fields["framework"],
+    )
+
+
+def dump_conclusion(conclusion: Conclusion) -> dict[str, str]:
+    """`outcome.json` of the store; `parse_conclusion` reads it."""
+    return {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": conclusion.at.isoformat()}
+
+
+def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
+    with suppress(KeyError, ValueError, TypeError):  # of a newer runner, or not ours: nothing to go by
+        return Conclusion(
+            outcome=Outcome(fields["outcome"]),
+            reason=str(fields["reason"])[:500],
+            at=datetime.fromisoformat(fields["at"]),
+        )
+    return None
+
+
+# --------------------------------------------------------------------------------- helpers
+
+
+def fill_command(job: Job, num_procs: int, checkpoint_dir: Path, resume_args: tuple[str, ...]) -> tuple[str, ...]:
+    """The command's words, with what the runner knows put in."""
+    values = {
+        "checkpoint_dir": str(checkpoint_dir),
+        "world_size": str(num_procs),
+        "grad_accum": str(_accumulation(job, num_procs)),
+    }
+    return split_command(job.command, resume_args=resume_args, values=values)
+
+
+def _accumulation(job: Job, num_procs: int) -> int:
+    """The global batch is kept whatever the number of cards."""
+    return 1 if job.batch is None else max(job.batch.global_ // (job.batch.per_card * num_procs), 1)
+
+
+def workdir(job: Job, config_dir: Path, run_dir: Path, setup_digest: str) -> Path:
+    """Where the command runs: as the job says, else where the source is, else beside job.yaml."""
+    source = getattr(job.source, "path", None)
+    base = config_dir / source if source else (run_dir / "source" / setup_digest if job.source else config_dir)
+    return base / job.workdir if job.workdir else base
+
+
+class _Wake(FileSystemEventHandler):
+    """Wakes the loop for what it would act on, not for the files that it writes itself."""
+
+    def __init__(self, names: tuple[str, ...], wake: Callable[[], None]) -> None:
+        self._names, self._wake = names, wake
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        moved = event.event_type in {"created", "moved", "deleted"}
+        paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+        if moved and any(Path(path).name.startswith(self._names) for path in paths):
+            self._wake()
+
+
+def _watch(run_dir: Path, checkpoint_dir: Path, awake: threading.Event) -> Any:  # noqa: ANN401  # watchdog's alias is no type
+    """Wake the loop when a checkpoint is committed or somebody asks for the stop."""
+    checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    observer = Observer()
+    observer.schedule(_Wake(("stop",), awake.set), str(run_dir), recursive=False)
+    observer.schedule(_Wake(("step-",), awake.set), str(checkpoint_dir), recursive=False)
+    observer.start()
+    return observer
