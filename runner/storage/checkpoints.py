@@ -5,6 +5,7 @@ Checkpoints on a disk.
       shard-00000-of-00008.safetensors ...
       MANIFEST.json                  written last, inside the temporary folder
     .tmp-...                         being written; never looked at
+    .tmp-restore-...                 coming back from the store; a killed restore goes on with it
     .removed-...                     out of sight, bytes follow
     .damaged-...                     failed its checksums; kept for a human
 
@@ -43,6 +44,7 @@ from vramfarm.protocol import (
 )
 
 MAX_MANIFEST_BYTES: Final = 64 << 20
+RESTORING: Final = f"{TEMPORARY}restore-"
 _NUM_READERS: Final = 4
 
 
@@ -119,8 +121,20 @@ class CheckpointDir:
         return target
 
     def leftovers(self) -> tuple[str, ...]:
-        """Names of folders that were being written; whether somebody still does, the caller knows."""
-        return tuple(name for name in self._names() if name.startswith(TEMPORARY))
+        """
+        Names of folders that were being written; whether somebody still does, the caller knows.
+
+        Not those of a restore: the next restore goes on with its own and removes the others.
+        """
+        return tuple(n for n in self._names() if n.startswith(TEMPORARY) and not n.startswith(RESTORING))
+
+    def begin_restore(self, ref: Ref) -> Path:
+        """The folder to restore into, perhaps from an earlier call; those of other checkpoints are removed."""
+        folder = self.root / f"{RESTORING}{ref.name}"
+        for name in self._names():
+            if name.startswith(RESTORING) and name != folder.name:
+                self.disk.remove(self.root / name)
+        return folder
 
     def discard(self, name: str) -> None:
         """Remove a folder that was never committed."""

@@ -15,9 +15,10 @@ from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Head
 from runner.storage.offsite.file import FileStore
-from runner.storage.offsite.s3 import S3Store
+from runner.storage.offsite.s3 import S3Store, _plan_parts, _Upload
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
+from tests.storage.cutting import CuttingProxy
 from vramfarm.protocol import CHUNK_BYTES
 
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"tail"
@@ -278,6 +279,40 @@ def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path):
     assert [2, 3] == sorted(s3store.sent)
     assert Head(size_bytes=len(LARGE), crc32=crc32(LARGE)) == s3store.head("job/shard")
     assert [] == client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix).get("Uploads", [])
+
+
+def test_a_lost_answer_to_the_completion_is_no_error(s3store, tmp_path):
+    """
+    The server no longer knows the upload, but has the file, whole.
+    """
+    shard = write(tmp_path / "shard", LARGE)
+    finished = []
+    s3store._client.meta.events.register(
+        "before-parameter-build.s3.CompleteMultipartUpload", lambda params, **_: finished.append(dict(params))
+    )
+    s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+    (call,) = finished
+    etags = [part["ETag"] for part in call["MultipartUpload"]["Parts"]]
+    upload = _Upload(key="job/shard", id=call["UploadId"])
+    s3store._complete(upload, shard, _plan_parts(shard, 1), etags)
+
+    assert Head(size_bytes=len(LARGE), crc32=crc32(LARGE)) == s3store.head("job/shard")
+
+
+@pytest.mark.parametrize("num_cuts", [1, 3])
+def test_connections_that_break_are_made_again(s3_offload, s3server, tmp_path, num_cuts):
+    """
+    In the middle of a part on its way up, and in the middle of a read.
+    """
+    with CuttingProxy(int(s3server.endpoint.rpartition(":")[2]), cut_after_bytes=1 << 20) as proxy:
+        offload = s3_offload.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}"})
+        store, shard = S3Store(offload, s3server.env, part_chunks=1), write(tmp_path / "shard", LARGE)
+        proxy.num_cuts = num_cuts
+        store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+        after_put, proxy.num_cuts = proxy.num_cuts, num_cuts
+
+        assert LARGE == store.read("job/shard", 0, len(LARGE))
+        assert (0, 0) == (after_put, proxy.num_cuts)
 
 
 def test_the_server_compares_the_checksums_itself(s3server):

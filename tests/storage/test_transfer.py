@@ -17,6 +17,7 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store, transfer
+from runner.storage.offsite.file import FileStore
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.examples import SHARDS, commit
@@ -217,6 +218,99 @@ def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path
     assert [] == list(elsewhere(tmp_path).root.iterdir())
 
 
+class UnreliableStore(FileStore):
+    """A folder to which something happens: after a file was stored, or to what is read."""
+
+    def __init__(self, root):
+        super().__init__(root, Disk())
+        self.after_put_file = lambda key: None
+        self.on_read = lambda content: content
+        self.num_reads = 0
+
+    def put_file(self, key, path, shard, sent):
+        super().put_file(key, path, shard, sent)
+        self.after_put_file(key)
+
+    def read(self, key, offset, num_bytes):
+        self.num_reads += 1
+        return self.on_read(super().read(key, offset, num_bytes))
+
+
+@pytest.fixture
+def unreliable(tmp_path):
+    return UnreliableStore(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("happens", "says"),
+    [
+        pytest.param(lambda store, key: store.put(key, b"ZERO" * 50), "stored, but", id="garbled"),
+        pytest.param(lambda store, key: store.delete(key), "stored, but it is not there", id="lost"),
+        pytest.param(
+            lambda store, key: "extra/" in key and store.delete(f"{key.partition('extra/')[0]}{FIRST}"),
+            "expected 200 bytes, got None",
+            id="removed by somebody else",
+        ),
+    ],
+)
+def test_what_the_store_did_not_keep_gets_no_manifest(unreliable, directory, happens, says):
+    """
+    What was sent is not what counts; what the store confirms is. Trying again helps.
+    """
+    manifest = commit(directory)
+    unreliable.after_put_file = lambda key: happens(unreliable, key)
+
+    with pytest.raises(OffsiteError, match=says) as caught:
+        transfer.upload(unreliable, "job", directory, manifest.ref, ignore)
+    first = (caught.value.final, steps(unreliable))
+    unreliable.after_put_file = lambda key: None
+    transfer.upload(unreliable, "job", directory, manifest.ref, ignore)
+
+    assert (False, []) == first
+    assert manifest == transfer.verify(unreliable, "job", manifest.ref)
+
+
+def test_bytes_that_are_damaged_on_their_way_are_read_again(unreliable, directory, tmp_path):
+    """
+    One flipped bit on the network costs one chunk, not the checkpoint.
+    """
+    manifest, flips = uploaded(unreliable, directory), iter([1])
+    unreliable.on_read = lambda content: content.replace(b"zero", b"zerO", next(flips, 0))
+    there = elsewhere(tmp_path)
+    transfer.restore(unreliable, "job", manifest.ref, there, ignore)
+
+    assert () == there.verify(manifest.ref)
+
+
+def test_a_restore_goes_on_where_it_was_cut_short(unreliable, directory, tmp_path):
+    """
+    Chunks that are here and right are not read again; nobody takes the folder for a leftover meanwhile.
+    """
+    manifest, there = uploaded(unreliable, directory), elsewhere(tmp_path)
+    half = there.root / f".tmp-restore-{manifest.ref.name}"
+    half.mkdir(parents=True)
+    (half / FIRST).write_bytes(SHARDS[FIRST])
+    (half / "extra").mkdir()
+    (half / manifest.shards[1].path).write_bytes(b"longer than it should be" * 50)
+    (there.root / ".tmp-restore-step-00000001-00000001").mkdir()
+    leftovers, unreliable.num_reads = there.leftovers(), 0
+    transfer.restore(unreliable, "job", manifest.ref, there, ignore)
+
+    assert ((), 2) == (leftovers, unreliable.num_reads)  # the manifest and one chunk
+    assert [manifest.ref.name] == [path.name for path in there.root.iterdir()]
+    assert contents(directory, manifest.ref) == contents(there, manifest.ref)
+
+
+def test_a_checkpoint_of_another_age_is_not_restored(store, directory, tmp_path):
+    """
+    The same name with another lineage is another checkpoint.
+    """
+    manifest = uploaded(store, directory)
+
+    with pytest.raises(OffsiteError, match="expected Ref"):
+        transfer.restore(store, "job", replace(manifest.ref, lineage=9), elsewhere(tmp_path), ignore)
+
+
 # --------------------------------------------------------------------------------------- hostility
 
 
@@ -328,7 +422,35 @@ def test_tidy_removes_what_an_upload_left_behind(store, directory):
     assert {going, now, manifest.ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
 
 
+def test_tidy_forgets_what_was_never_finished(unreliable, directory, tmp_path):
+    """
+    Of an upload that was killed; but not of one that is going on.
+    """
+    uploaded(unreliable, directory)
+    folder = tmp_path / "store" / FOLDER
+    for name, begun_at in (("step-00000001-00000001", 0), ("step-00000002-00000002", time.time() + 60)):
+        (folder / name).mkdir()
+        (folder / name / "shard.unfinished").write_bytes(b"half")
+        os.utime(folder / name / "shard.unfinished", (begun_at, begun_at))
+    transfer.tidy(unreliable, "job", keep_last=1)
+
+    assert ["step-00000002-00000002"] == [path.parent.name for path in folder.rglob("*.unfinished")]
+
+
 # ----------------------------------------------------------------------------------------- publish
+
+
+def test_a_published_file_that_has_not_changed_is_not_sent_again(s3_offload, s3server, tmp_path):
+    """
+    Logs of past attempts are offered every time and cost one question.
+    """
+    store, sent = open_store(s3_offload, s3server.env), []
+    store._client.meta.events.register("before-parameter-build.s3.PutObject", lambda params, **_: sent.append(params))
+    (tmp_path / "log").write_bytes(b"1\n")
+    for _ in range(2):
+        transfer.publish(store, "job", {"log": tmp_path / "log"})
+
+    assert 1 == len(sent)
 
 
 def test_published_files_are_there_under_the_jobs_name(store, tmp_path):

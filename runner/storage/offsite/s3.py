@@ -6,9 +6,10 @@ CRC32 of the whole (`FULL_OBJECT`), which the server compares and reports from t
 and SeaweedFS do, and refuse a wrong one. A server that reports no such checksum is usable:
 `head` has none, and the caller reads the bytes back.
 
-Found with boto3: a ranged read returns a flipped byte silently (callers compare checksums);
-reading a body is not retried (we do); a `put_object` whose answer was lost is sent again, so
-`If-None-Match` may be refused because of ourselves (callers compare the bytes).
+Found with boto3, and answered here or by the callers' checksums: a ranged read hands over a
+flipped byte, or a body that was cut short, as if nothing were wrong, and retries no body; a
+`put_object` whose answer was lost is sent again, so that `If-None-Match` may be refused
+because of ourselves; a HEAD of a bucket that is not there is a plain 404.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from runner.job import OffloadPolicy
-from runner.storage.checksums import combine_chunks
+from runner.storage.checksums import combine_chunks, crc32
 from runner.storage.offsite.contract import (
     MAX_SMALL_BYTES,
     Entry,
@@ -197,12 +198,14 @@ class S3Store:
 
     def put(self, key: str, content: bytes) -> None:
         with self._plain_words(key):
-            self._client.put_object(**self._named(key), Body=content)
+            self._client.put_object(**self._named(key), Body=content, ChecksumCRC32=_encode(crc32(content)))
 
     def put_new(self, key: str, content: bytes) -> bool:
         with self._plain_words(key):
             try:
-                self._client.put_object(**self._named(key), Body=content, IfNoneMatch="*")
+                self._client.put_object(
+                    **self._named(key), Body=content, ChecksumCRC32=_encode(crc32(content)), IfNoneMatch="*"
+                )
             except ClientError as error:
                 if _code(error) in {"PreconditionFailed", "412"}:
                     return False
@@ -234,7 +237,11 @@ class S3Store:
     def _read_once(self, key: str, offset: int, num_bytes: int) -> bytes:
         answer = self._client.get_object(**self._named(key), Range=f"bytes={offset}-{offset + num_bytes - 1}")
         with closing(answer["Body"]) as body:
-            return body.read(num_bytes)  # a server that ignores the range cannot fill our memory
+            content = body.read(num_bytes)  # a server that ignores the range cannot fill our memory
+        expected = min(num_bytes, answer["ContentLength"])
+        if len(content) != expected:
+            raise IncompleteReadError(actual_bytes=len(content), expected_bytes=expected)
+        return content
 
     def list(self, prefix: str) -> Iterator[Entry]:
         with self._plain_words(prefix):

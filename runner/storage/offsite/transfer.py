@@ -31,7 +31,6 @@ from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, in
 from vramfarm.protocol import (
     CHUNK_BYTES,
     MANIFEST,
-    TEMPORARY,
     Manifest,
     ProtocolError,
     Ref,
@@ -242,14 +241,14 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     manifest = _read_manifest(store, job, ref.name)
     if manifest.ref != ref:
         raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
-    folder = directory.root / f"{TEMPORARY}restore-{ref.name}"
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
+        folder = directory.begin_restore(ref)
         _make_room(directory.disk, folder, manifest)
         _fetch_all(store, job, manifest, _Target(directory.disk, folder), progress)
         return directory.adopt(folder, manifest)
     except OSError as error:
-        raise OffsiteError(f"{error.filename or folder}: {error.strerror}", final=False) from error
+        raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
 
 
 def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
