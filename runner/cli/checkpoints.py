@@ -135,7 +135,7 @@ def _cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
         "?" if row["size_bytes"] is None else size(row["size_bytes"]),
         "?" if written is None else span((now - datetime.fromisoformat(written)).total_seconds()),
         where,
-        "in the store" if row["verified"] else "no",
+        "in the store" if row["verified"] else "not compared" if row["offsite"] else "no",
     )
 
 

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.load import load_job
 from runner.cli.main import COMMANDS
+from runner.cli.planned import refuse_planned
+from runner.errors import JobError
+from runner.job import Job
 from runner.storage.checksums import crc32
 from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
 
@@ -224,6 +228,63 @@ def test_a_job_without_a_file(cli, how):
 
     assert 0 == done.returncode
     assert "llama" in done.stdout
+
+
+@pytest.mark.parametrize("key", ["data: [{from: s3://a/b, to: /c}]", "framework: lightning", "provider: {kind: vast}"])
+def test_what_is_not_built_yet_is_said_and_refused(tmp_path, cli, key):
+    """
+    Nobody finds out in the morning that a key was read and ignored.
+    """
+    (tmp_path / "job.yaml").write_text(f"{JOB}{key}\n")
+
+    warnings = json.loads(cli("validate", "--json", "job.yaml").stdout)["warnings"]
+
+    assert 1 == len(warnings)
+    assert ": not built yet: " in warnings[0]
+    with pytest.raises(JobError, match="not built yet"):
+        refuse_planned(load_job(str(tmp_path / "job.yaml"), {}).job)
+
+
+def test_every_default_is_built(tmp_path):
+    """
+    The smallest job relies on nothing that is only planned.
+    """
+    refuse_planned(Job(command="train.py"))
+
+
+# --------------------------------------------------------------------------------------- run
+
+
+@pytest.mark.parametrize("arguments", [["run", "--config", "none.yaml"], ["--config", "none.yaml"]])
+def test_run_is_what_happens_without_a_command(cli, arguments):
+    """
+    The container's command line is `--config job.yaml`; a job that cannot be read ends with 2, through the guardian.
+    """
+    done = cli(*arguments)
+
+    assert (2, "") == (done.returncode, done.stdout)
+    assert "guardian: deadline" in done.stderr
+    assert "error: none.yaml: cannot be read: no such file or directory\n" in done.stderr
+
+
+def test_run_keeps_what_came_through_a_pipe(cli):
+    """
+    Standard input can be read once, and the runner may be started twice: its environment has the job.
+    """
+    done = cli("run", "--config", "-", stdin="comand: t\n")
+
+    assert 2 == done.returncode
+    assert "error: $RUNNER_JOB:1: comand: unknown key, did you mean 'command'?\n" in done.stderr
+
+
+def test_run_refuses_a_pipe_that_does_not_fit_the_environment(cli):
+    """
+    Linux takes no more than 128 KiB in one variable.
+    """
+    done = cli("run", "--config", "-", stdin="#" * 100_000)
+
+    assert 2 == done.returncode
+    assert "hint: write it to a file" in done.stderr
 
 
 # ------------------------------------------------------------------------------------ status
