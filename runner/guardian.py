@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,7 @@ from typing import Final
 if __package__ in {None, ""}:  # started by its path under -I: last, so that it shadows nothing
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from runner.adapters.providers import PROVIDERS, Keep, find_server, with_secrets
+from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, with_secrets
 from runner.adapters.providers.http import make_send
 from runner.facts import Server, ServerState
 from runner.policy.guard import (
@@ -53,6 +54,7 @@ MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner 
 
 WAITS: Final = Waits()
 UNEXPECTED: Final = 1
+LOCKED: Final = 5
 LIMIT_REACHED: Final = 7
 LEFT: Final = 75
 
@@ -79,13 +81,13 @@ class Guardian:
     def run(self) -> int:
         """Guard the run to its end; returns the exit code. On a rented server only after that is gone, or SIGTERM."""
         end = self._watch()
-        if self._leaving or self._server is None or (end.code == 5 and not end.stop):  # noqa: PLR2004  # locked
+        if self._server is None or (end.code == LOCKED and not end.stop):
             return end.code
         if not end.stop:
-            self._stay(end)
-        elif end.code != LIMIT_REACHED:
+            end = self._stay(end)
+        else:
             self._hold(end)
-        if not self._leaving:
+        if not self._leaving or self._is_due():  # SIGTERM stops no server, the deadline does
             self._stop_server(self._server, end)
         return end.code
 
@@ -234,11 +236,14 @@ class Guardian:
 
     # ----------------------------------------------------------------------------- stop
 
-    def _stay(self, end: End) -> None:
-        until = _show(self._armed.deadline_at)
-        log(f"the run ended with code {end.code}; the server stays, as the job asks, until the deadline {until}")
+    def _stay(self, end: End) -> End:
+        """Keep the server as the job asks, though not past the deadline; its folder is kept even then."""
+        if not self._leaving:
+            until = _show(self._armed.deadline_at)
+            log(f"the run ended with code {end.code}; the server stays, as the job asks, until the deadline {until}")
         while not (self._leaving or self._is_due()):
             self._sleep(self._waits.look)
+        return replace(end, keep=self._armed.keep)
 
     def _hold(self, end: End) -> None:
         until = hold_until(end, self._armed, datetime.now(UTC), self._env.get(HOLD, ""))
@@ -262,25 +267,28 @@ class Guardian:
         log(f"asking {server.provider} to stop {server.id}; {kept}")
         teller = _Teller(self._waits.repeat_log)
         answer, tries, known = provider.read(server, self._env, self._send), 0, False
-        while not self._leaving:
+        while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
             if known and answer.state is ServerState.GONE:
                 log(f"{server.id} is gone: {answer.detail}, {answer.cost or '?'} {server.currency}")
                 return
-            if answer.state is ServerState.STOPPING:
-                teller.tell(f"{server.id}: {answer.detail}")
+            if tries or answer.state is ServerState.STOPPING:
+                teller.tell(_progress(server, answer))
                 self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
+                if self._leaving:
+                    return
+            if answer.state is ServerState.STOPPING:
                 answer = provider.read(server, self._env, self._send)
                 if answer.state is ServerState.RUNNING:
                     log(f"{server.id} runs again ({answer.detail}): saving {end.keep} failed; asking again")
                 continue
-            if tries:
-                teller.tell(f"{server.id} is not stopped yet: {answer.detail}; asking again and again")
-                self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
-            if not self._leaving:
-                keep = Keep(end.keep, stop_anyway=end.code == LIMIT_REACHED or self._is_due())
-                answer = provider.stop(server, keep, end.code, self._env, self._send)
-                tries += 1
+            answer = provider.stop(server, self._keep(end), end.code, self._env, self._send)
+            tries += 1
+
+    def _keep(self, end: End) -> Keep:
+        """At the deadline the server stops even if its folder cannot be saved."""
+        limit = end.code == LIMIT_REACHED and self._armed.stop_anyway
+        return Keep(end.keep, stop_anyway=limit or self._is_due())
 
     # ---------------------------------------------------------------------------- sleep
 
@@ -397,6 +405,12 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
+def _progress(server: Server, answer: Answer) -> str:
+    if answer.state is ServerState.STOPPING:
+        return f"{server.id}: {answer.detail}"
+    return f"{server.id} is not stopped yet: {answer.detail}; asking again and again"
+
+
 def _show(moment: datetime) -> str:
     return f"{moment.astimezone():%Y-%m-%d %H:%M:%S %Z}"
 
@@ -414,7 +428,10 @@ def _name(server: Server | None) -> str:
 def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:
     """Guard one run; returns its exit code."""
     be_subreaper()  # strays of the runner come to us: they are reaped, and can be found
-    return Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
+    code = Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # one that comes while Python ends must not become the exit code
+    return code
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Armed:
     first_boot_at: datetime
     deadline_at: datetime
     keep: str | None
-    run: str = ""
+    stop_anyway: bool = False  # at the job's own limit, too, when the folder cannot be saved
+    run: str = ""  # the run folder: the mark of its processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,8 @@ def parse_word(raw: bytes, armed: Armed) -> End | Armed:
     if deadline is None:
         raise ValueError(f"expected a deadline with a zone, or an end, got {str(fields)[:120]}")
     run = str(fields.get("run") or armed.run)
-    return replace(armed, deadline_at=deadline, keep=_folder(fields.get("keep", armed.keep)), run=run)
+    keep, stop_anyway = _folder(fields.get("keep", armed.keep)), fields.get("stop_anyway") is True
+    return replace(armed, deadline_at=deadline, keep=keep, stop_anyway=stop_anyway, run=run)
 
 
 def _parse_end(fields: Mapping[str, Any]) -> End:
@@ -155,6 +157,7 @@ def parse_armed(raw: bytes) -> Armed:
         first_boot_at=first,
         deadline_at=deadline,
         keep=_folder(fields.get("keep")),
+        stop_anyway=fields.get("stop_anyway") is True,
         run=str(fields.get("run") or ""),
     )
 

@@ -119,10 +119,14 @@ class Farm:
 
     def bill(self, server: Server) -> Billing:
         billing = server.billing
-        minutes = billed_minutes(billing.started_at, billing.ended_at or self.now())
+        minutes = billed_minutes(billing.started_at, billing.ended_at or self._until(server))
         return billing.model_copy(
             update={"billed_minutes": minutes, "cost": cost(minutes, billing.price_per_hour)},
         )
+
+    def _until(self, server: Server) -> datetime:
+        """Now, but for a rental that ended while no simulator ran: it was not billed on."""
+        return min(self.now(), server.rental_ends_at or self.now())
 
     def create(self, wish: ServerCreate) -> Rented:
         """Rent the cheapest machine that fits; answered as soon as the server is queued."""
@@ -205,6 +209,11 @@ class Farm:
 
     def balance(self) -> Decimal:
         return self._deposit - sum((self.bill(rented.server).cost for rented in self.servers()), Decimal(0))
+
+    def top_up(self, amount: Decimal) -> None:
+        with self.store.transaction():
+            self._deposit += amount
+            self.store.put("setting", "deposit", str(self._deposit))
 
     def burn(self) -> Decimal:
         billed = (r.server for r in self.servers() if r.server.billing.started_at and not r.server.billing.ended_at)
@@ -362,7 +371,7 @@ class Farm:
         if state is State.RUNNING and server.billing.started_at is None:
             server.billing.started_at = now
         if state.is_final and server.billing.started_at is not None:
-            server.billing.ended_at = now
+            server.billing.ended_at = self._until(server)
         self._put(rented)
         self._event(rented, "server.state_changed", state=state, reason=reason)
 

@@ -97,7 +97,8 @@ class Host:
         with suppress(KeyError):
             kill([Process(fields["pid"], fields["started"])], signal.SIGKILL)
         end_all(lambda: find(container.MARK, server_id), timeout_s=10.0)
-        container.write_durably(self._servers / server_id / "exit.json", {"number": number, "code": code})
+        with suppress(FileNotFoundError):  # the whole folder may be gone
+            container.write_durably(self._servers / server_id / "exit.json", {"number": number, "code": code})
 
     # ---------------------------------------------------------------------------- disks
 

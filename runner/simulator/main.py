@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -26,7 +26,8 @@ from runner import guardian
 from runner.simulator.api import make_app
 from runner.simulator.catalogue import MACHINES
 from runner.simulator.farm import Farm, Pace
-from runner.simulator.model import Machine, Policy, Rented, ServerCreate
+from runner.simulator.host import KILLED
+from runner.simulator.model import Machine, Policy, Rented, ServerCreate, State
 from runner.simulator.problem import Problem
 
 LOCKED: Final = 5
@@ -58,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     options.state.mkdir(parents=True, exist_ok=True)
     try:
-        with _only_one(options.state), serving(options) as farm:
+        with _only_one(options.state) as is_ours, serving(options) as farm:
             stops = _count_signals()
             if options.run is None:
-                return _watch(farm, stops)
-            return _run(farm, options, options.run, stops)
+                return _watch(farm, stops, is_ours)
+            return _run(farm, options, stops, is_ours)
     except BusyError as error:
         _say(str(error))
         return LOCKED
@@ -106,7 +107,8 @@ def _amount(text: str) -> Decimal:
 
 
 @contextmanager
-def _only_one(state: Path) -> Iterator[None]:
+def _only_one(state: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the state folder; gives a function that says whether it is still there and ours."""
     with (state / "simulator.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +121,14 @@ def _only_one(state: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(f"pid {os.getpid()}")
         lock.flush()
-        yield
+
+        def is_ours() -> bool:
+            try:
+                return os.path.samestat(os.fstat(lock.fileno()), Path(lock.name).stat())
+            except FileNotFoundError:
+                return False
+
+        yield is_ours
 
 
 @contextmanager
@@ -179,13 +188,15 @@ def _machines(options: Options) -> tuple[Machine, ...]:
     return (first.model_copy(update={"price_per_hour": price}), *others)
 
 
-def _watch(farm: Farm, stops: list[int]) -> int:
+def _watch(farm: Farm, stops: list[int], is_ours: Callable[[], bool]) -> int:
     """Until Ctrl-C: one line for every change of a server."""
     port = (farm.state / "port").read_text()
     _say(f"the simulated VRAMfarm listens on http://{LOOPBACK}:{port}/v1")
     _say(f"account key: {farm.account_key}")
     known: dict[str, str] = {}
     while not stops:
+        if not is_ours():
+            return _end_all(farm)
         for rented in reversed(farm.servers()):
             line = _line(farm, rented)
             if known.get(rented.server.id) != line:
@@ -193,6 +204,15 @@ def _watch(farm: Farm, stops: list[int]) -> int:
                 _say(line)
         time.sleep(_LOOK_S)
     return 0
+
+
+def _end_all(farm: Farm) -> int:
+    """The state folder was removed under us: nobody would ever find these processes again."""
+    _say(f"{farm.state}: removed while it was in use; ending its servers")
+    for rented in farm.servers():
+        farm.leaving.add(rented.server.id)
+        farm.host.kill(rented.server.id, code=KILLED, number=rented.server.container.restart_count)
+    return 1
 
 
 def _line(farm: Farm, rented: Rented) -> str:
@@ -207,11 +227,18 @@ def _line(farm: Farm, rented: Rented) -> str:
 # ------------------------------------------------------------------------------------- run
 
 
-def _run(farm: Farm, options: Options, job: Path, stops: list[int]) -> int:
+def _run(farm: Farm, options: Options, stops: list[int], is_ours: Callable[[], bool]) -> int:
     """Follow the job's server to its end; on Ctrl-C let the job save and leave, and keep the server."""
+    job = options.run
+    assert job is not None
     args = [*options.runner, "--config", str(job)]
+    for _ in range(len(State)):  # what ended while no simulator ran, a rental say, ends now
+        farm.tick()
     rented = _find_server(farm, args)
     if rented is None:
+        if farm.balance() < farm.machines[0].price_per_hour:
+            farm.top_up(options.balance)
+            _say(f"the account was empty: topped up by {options.balance} EUR of play money")
         rented = farm.create(_wish(farm, job, args))
         _say(
             f"rented {rented.server.id}: {rented.server.machine.gpu_name}, {rented.server.billing.price_per_hour} EUR/h"
@@ -222,7 +249,9 @@ def _run(farm: Farm, options: Options, job: Path, stops: list[int]) -> int:
     tail = _Tail(farm.host.log(server_id))
     while not (rented := farm.find(server_id)).server.state.is_final:
         tail.show()
-        if stops:
+        if not is_ours():
+            return _end_all(farm)
+        if len(stops) > 1 or (stops and rented.stop is None):
             return _leave(farm, server_id, tail, stops)
         time.sleep(_LOOK_S)
     tail.show()

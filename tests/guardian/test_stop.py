@@ -60,7 +60,7 @@ def test_sigterm_never_stops_the_server(house: Farmhouse, rent):
     It ends this boot, with the runner's own code.
     """
     server = rent("sleep 600")
-    wait_until(lambda: (house.disk(server) / "lives").exists())
+    wait_until((house.disk(server) / "lives").exists)
     time.sleep(0.3)  # the fake runner's handler is in place
 
     house.farm.host.terminate(server)
@@ -165,6 +165,42 @@ def test_a_server_that_the_job_wants_to_keep_stays(house: Farmhouse, rent):
     house.stop(server)
 
 
+def test_a_kept_server_stops_at_the_deadline_and_its_folder_is_kept(house: Farmhouse, rent):
+    """
+    No bill after the deadline, whatever the job asked for.
+    """
+    server = rent("deadline 1; " + KEPT)
+
+    now = house.wait_stopped(server)
+
+    assert (0, "complete") == (now["container"]["exit_code"], now["save"]["state"])
+
+
+def test_a_deadline_that_comes_while_leaving_stops_the_server(house: Farmhouse, rent):
+    """
+    SIGTERM stops no server, the deadline does.
+    """
+    server = rent("deaf; deadline 1.5; sleep 600")
+    wait_until(lambda: "set by the runner" in house.log(server))
+
+    house.farm.host.terminate(server)
+
+    assert 7 == house.wait_stopped(server)["container"]["exit_code"]
+
+
+@pytest.mark.parametrize(("stop_anyway", "saves"), [("false", "complete"), ("true", "failed")])
+def test_at_the_jobs_own_limit_the_job_says_what_comes_first(house: Farmhouse, rent, stop_anyway, saves):
+    """
+    The data, which are asked for again, or the time.
+    """
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    word = f'say {{"deadline": "{tomorrow}", "keep": "/workspace", "stop_anyway": {stop_anyway}}}'
+    server = rent(f"{word}; {FAILED.replace('6', '7')}", restart_policy="always")
+    house.fail({"operation": "createSave", "kind": "status"})
+
+    assert saves == house.wait_stopped(server)["save"]["state"]
+
+
 def test_a_second_runner_of_a_run_just_ends(house: Farmhouse, rent):
     """
     The server belongs to the first.
@@ -198,7 +234,7 @@ def test_a_deadline_that_passed_between_boots_starts_nothing(house: Farmhouse, r
     It is absolute: a container that boots again does not get a day more.
     """
     server = rent("deadline 0.8; sleep 0.3; stray; sleep 600", restart_policy="always")
-    wait_until(lambda: (house.disk(server) / "stray").exists())
+    wait_until((house.disk(server) / "stray").exists)
     house.farm.pace, pace = type(house.farm.pace)(stage=0.0, restart=1.0, tick=0.02), house.farm.pace
     house.farm.end_container(server, 137)
 
@@ -296,7 +332,7 @@ def test_the_guardian_is_small(house: Farmhouse, rent):
     It must survive when memory is short.
     """
     server = rent("sleep 600")
-    wait_until(lambda: (house.disk(server) / "lives").exists())
+    wait_until((house.disk(server) / "lives").exists)
     runner = int((house.disk(server) / "lives").read_text())
     guardian = Path(f"/proc/{runner}/stat").read_text().rpartition(")")[2].split()[1]
 

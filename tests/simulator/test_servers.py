@@ -8,7 +8,7 @@ import os
 import pytest
 
 from runner.supervise.process import find
-from tests.farmhouse import Farmhouse, python, wait_until
+from tests.farmhouse import Farmhouse, open_farm, python, wait_until
 
 SLEEP = python("import time; time.sleep(600)")
 IGNORES_TERM = python(
@@ -222,3 +222,16 @@ def test_a_rental_that_ends_stops_the_server(house: Farmhouse):
 
     now = house.wait_stopped(server)
     assert ("rental_ended", "complete") == (now["state_reason"], now["save"]["state"])
+
+
+def test_a_rental_that_ended_unseen_is_not_billed_on(tmp_path):
+    """
+    A simulator that is started after a week finds a day's bill, not a week's.
+    """
+    with open_farm(tmp_path / "farm") as house:
+        server = house.rent(SLEEP)
+        house.wait_started(server)
+
+        house.call("POST", "/_sim/clock", {"advance_seconds": 7 * 86_400})
+
+        assert 24 * 60 >= house.wait_stopped(server)["billing"]["billed_minutes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,6 +196,19 @@ def test_a_second_simulator_on_one_state_is_refused(simulate):
 
     assert 5 == second.wait(30)
     assert f"pid {first.pid}" in simulate.out()
+
+
+def test_a_state_folder_that_is_removed_ends_what_ran_in_it(simulate):
+    """
+    Nobody would ever find those processes again.
+    """
+    process = simulate.run()
+    pid = simulate.wait_for(r"life 1 (\d+)")[1]
+
+    shutil.rmtree(simulate.folder / "state")
+
+    assert 1 == process.wait(30)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_without_a_job_it_serves_and_tells_what_happens(simulate):
