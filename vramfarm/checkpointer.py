@@ -74,6 +74,7 @@ class Checkpointer:
         self._feed: tuple[Iterable[Any], Feed] | None = None
         self._driving = False
         self._stepped = False
+        self._taking = 0  # samples of the batch that the loop's body has
         self._finished = False
         self._told = (0, 0)
         self.last_micro_batch = True
@@ -139,6 +140,7 @@ class Checkpointer:
         """Save the final state, if it is not saved yet, and record that training is done."""
         if self._finished:
             return
+        self._count_open_step()
         ended = self._seat.finish(self._stage)
         if ended in {Ended.NO, Ended.FAILED}:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
@@ -160,10 +162,10 @@ class Checkpointer:
                     taken += 1
                     self.last_micro_batch = taken % accumulate == 0
                     self._driving, self._stepped = True, False
-                    samples = feed.count(batch, position)
+                    self._taking = feed.count(batch, position)
                     yield self._step, batch
                     self._driving = False
-                    position.advance(samples)
+                    position.advance(self._taking)
                     if taken % accumulate == 0:
                         self._finish_step()
                     if self._has_reached(max_steps):
@@ -171,14 +173,17 @@ class Checkpointer:
                 if empty:
                     raise ValueError("steps: the loader gave no batch: fewer samples than one batch on every rank?")
                 position.next_epoch()
-        except GeneratorExit:  # a break: the step counts if the optimizer made it
-            self._driving = False
-            if self._stepped:
-                position.advance(samples)
-                self._step += 1
-                self._seat.skip(self._step)
-                self._seat.finished(self._step, position.samples)
-            raise
+        finally:  # after a break
+            self._count_open_step()
+
+    def _count_open_step(self) -> None:
+        """A body that does not come back made a step if the optimizer did. It is not saved now."""
+        if self._driving and self._stepped:
+            self._position.advance(self._taking)
+            self._step += 1
+            self._seat.skip(self._step)
+            self._seat.finished(self._step, self._position.samples)
+        self._driving = self._stepped = False
 
     def _has_reached(self, max_steps: int | None) -> bool:
         return max_steps is not None and self._step >= max_steps

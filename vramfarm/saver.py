@@ -3,7 +3,7 @@ The saver: the one process that decides when to save, and the one that commits a
 
 Run as `python -I /…/vramfarm/saver.py`, in a session of its own. Standard library and protocol
 only. It holds the memory that the ranks stage into, so a save that all of them staged is
-committed even if all of them are killed. It stays until they are gone.
+committed even if all of them are killed. It stays until training has ended, or they are gone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(max_workers=min(8, page.num_ranks))
 
     def run(self) -> None:
-        """Serve until the ranks are gone and nothing is left to commit."""
+        """Serve until training has ended or the ranks are gone, and nothing is left to commit."""
         self._page[Word.SAVER_STARTED] = protocol.process_started(os.getpid())
         self._page[Word.SAVER_PID] = os.getpid()
         self._beat()
@@ -381,6 +381,7 @@ class Saver:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
+            self._page.set_error(f"{self._orders.directory}: another saver writes here; waiting for it to end")
             return False
         except OSError as error:
             say(f"no lock on this filesystem, going on without: {error}")
@@ -402,6 +403,8 @@ class Saver:
         self._settle(Decision(page[Word.DECISION]))
 
     def _is_over(self) -> bool:
+        if self._page[Word.ENDED] and self._save is None:
+            return True
         ranks = self._look()
         gone = any(r.attached for r in ranks) and not any(r.attached and r.alive for r in ranks)
         if not gone or (self._save is None):

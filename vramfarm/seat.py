@@ -7,6 +7,7 @@ wait ends: with the saver's word, or when there is no saver for `PATIENCE_S`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import subprocess
@@ -22,6 +23,7 @@ from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, R
 PATIENCE_S: Final = 60.0  # without a beat of the saver
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
 _POLL_S: Final = 0.001
+_SEE_OFF_S: Final = 10.0
 _TEND_NS: Final = 1_000_000_000
 _SLOW_NS: Final = 60_000_000_000
 
@@ -48,6 +50,12 @@ class SaverProcess:
             return
         self._start()
         self._next_ns, self._wait_ns = now + self._wait_ns, min(2 * self._wait_ns, _SLOW_NS)
+
+    def see_off(self) -> None:
+        """Wait until the saver has ended; it does once the end is recorded."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._child is not None:
+                self._child.wait(_SEE_OFF_S)
 
     def _is_alive(self) -> bool:
         if self._child is not None and self._child.poll() is None:
@@ -217,6 +225,8 @@ class Seat:
             return bool(self.page[Word.ENDED])
 
         self._await(concluded)
+        if self.page[Word.ENDED] and self.saver is not None:
+            self.saver.see_off()
         return Ended(self.page[Word.ENDED])
 
     def _stage_once(self, step: int, stage: Callable[[int], object]) -> None:

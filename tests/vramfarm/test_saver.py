@@ -59,6 +59,11 @@ class Attempt:
         until(lambda: not self.saver_lives(), timeout_s)
         return codes
 
+    def saver(self):
+        """Its process id; never 0, which would mean ourselves."""
+        until(lambda: self.page[Word.SAVER_PID])
+        return self.page[Word.SAVER_PID]
+
     def saver_lives(self):
         pid = self.page[Word.SAVER_PID]
         return pid != 0 and protocol.process_started(pid) == self.page[Word.SAVER_STARTED]
@@ -190,7 +195,7 @@ def test_state_staged_by_all_ranks_commits_after_their_death(tmp_path):
     until(lambda: attempt.page[Word.SERVED_SAVE] == 1)  # the saver knows the memory from now on
     attempt.page[Word.REQUEST_SAVE] = 2
     until(lambda: attempt.page[Word.DECISION] == Decision.COMMITTED)
-    saver = attempt.page[Word.SAVER_PID]
+    saver = attempt.saver()
     os.kill(saver, signal.SIGSTOP)  # so that nothing is written before the ranks are dead
     until(lambda: all(attempt.page.get(r, Slot.ARENA_STATE) == Arena.READY for r in range(2)))
 
@@ -228,7 +233,7 @@ def test_a_saver_that_is_killed_is_started_again(tmp_path):
     """
     attempt = Attempt(tmp_path).start("--steps", "100000")
     until(lambda: attempt.page[Word.NUM_COMMITTED] > 0)
-    first = attempt.page[Word.SAVER_PID]
+    first = attempt.saver()
 
     os.kill(first, signal.SIGKILL)
     before = attempt.page[Word.NUM_COMMITTED]
@@ -246,7 +251,7 @@ def test_the_saver_ignores_polite_signals(tmp_path):
     """
     attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
     until(lambda: attempt.page.get(0, Slot.STEP) > 3)
-    saver = attempt.page[Word.SAVER_PID]
+    saver = attempt.saver()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(saver, number)
@@ -263,13 +268,13 @@ def test_a_full_disk_stops_saving_and_not_training(tmp_path):
     """
     attempt = Attempt(tmp_path, interval_s=0.2).start("--steps", "100000")
     until(lambda: attempt.page[Word.NUM_COMMITTED] > 0)
-    resource.prlimit(attempt.page[Word.SAVER_PID], resource.RLIMIT_FSIZE, (BYTES // 2, -1))  # EFBIG, as ENOSPC would
+    resource.prlimit(attempt.saver(), resource.RLIMIT_FSIZE, (BYTES // 2, -1))  # EFBIG, as ENOSPC would
     until(lambda: attempt.page[Word.NUM_FAILED] > 0)
 
     error, step = attempt.page.error(), attempt.page.get(0, Slot.STEP)
     committed = set(attempt.steps())
     assert [] == [name for name in names(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
-    resource.prlimit(attempt.page[Word.SAVER_PID], resource.RLIMIT_FSIZE, (-1, -1))
+    resource.prlimit(attempt.saver(), resource.RLIMIT_FSIZE, (-1, -1))
     until(lambda: set(attempt.steps()) - committed)
 
     assert "File too large" in error
@@ -344,7 +349,7 @@ def test_kills_at_random_moments_lose_no_committed_checkpoint(tmp_path):
 def wreak(attempt, dice):
     """Let it run for a moment, kill something, perhaps let it live on, kill the ranks."""
     time.sleep(0.05 + dice.random() * 0.4)
-    saver = attempt.page[Word.SAVER_PID]
+    saver = attempt.page[Word.SAVER_PID]  # 0 where it is not up yet
     if dice.random() < 0.4 and saver:
         os.kill(saver, signal.SIGKILL)
         time.sleep(dice.choice([0, 0.01, 1.2]))
