@@ -47,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config")
     parser.add_argument("--start-over", action="store_true")
     parser.add_argument("--go-on", action="store_true")
+    parser.add_argument("--order", default="")
     parser.add_argument("--accept-change", action="store_true")
 
 
@@ -176,10 +177,11 @@ def _read_identity(path: Path) -> dict[str, Any]:
 
 
 def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> None:
-    if not (args.start_over or args.go_on):
+    """The same order is carried out once: a runner that is started again has the same arguments."""
+    if not (args.start_over or args.go_on) or (args.order and args.order in journal.history.orders):
         return
     folder.stop.unlink(missing_ok=True)
-    journal.append(events.reopened(start_over=args.start_over, at=datetime.now(UTC)))
+    journal.append(events.reopened(start_over=args.start_over, order=args.order, at=datetime.now(UTC)))
 
 
 # ----------------------------------------------------------------------------- the setting

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.load import load_job
 from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
-from runner.errors import JobError
 from runner.job import Job
 from runner.storage.checksums import crc32
 from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
@@ -238,14 +236,14 @@ def test_what_is_not_built_yet_is_said_and_refused(tmp_path, cli, key):
     (tmp_path / "job.yaml").write_text(f"{JOB}{key}\n")
 
     warnings = json.loads(cli("validate", "--json", "job.yaml").stdout)["warnings"]
+    refused = cli("run", "--config", "job.yaml")
 
     assert 1 == len(warnings)
     assert ": not built yet: " in warnings[0]
-    with pytest.raises(JobError, match="not built yet"):
-        refuse_planned(load_job(str(tmp_path / "job.yaml"), {}).job)
+    assert (2, True) == (refused.returncode, f"error: {warnings[0]}\n" in refused.stderr)
 
 
-def test_every_default_is_built(tmp_path):
+def test_every_default_is_built():
     """
     The smallest job relies on nothing that is only planned.
     """

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.cli.load import load_job, parse_job
@@ -78,6 +78,7 @@ def test_the_schema_for_editors_knows_every_key_with_its_default():
     assert "30m" == schema["$defs"]["CheckpointPolicy"]["properties"]["save_interval"]["default"]
 
 
+@settings(deadline=None)
 @given(st.timedeltas(min_value=parse_duration("0s"), max_value=parse_duration("1000d")))
 def test_a_duration_is_read_back_as_it_was_written(duration):
     """
