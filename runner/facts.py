@@ -88,13 +88,13 @@ class History:
 
     accepted_at: datetime | None = None
     job_digest: str = ""
-    set_up: str = ""  # digest of the source and set-up that are in place
     attempts: tuple[Attempt, ...] = ()
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
     conclusion: Conclusion | None = None
     stop_sent_in: str = ""  # the life that last asked for the server's stop
     opened_at: datetime | None = None  # accepted, or reopened by the operator: limits count from here
     budget_from: int = 0  # attempts before this index belong to a part of the run that is over
+    orders: frozenset[str] = frozenset()  # --start-over and --go-on that were carried out
     fresh_from: int = 0  # number of the attempt that started over; checkpoints before it are not used
 
 
@@ -230,7 +230,8 @@ class Observed:
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
     refusal: str = ""  # preflight's verdict against this machine
-    setup_digest: str = ""  # of source and set-up as job.yaml asks for them
+    setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
+    set_up: bool = False  # they are in place on this machine
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False

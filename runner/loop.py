@@ -17,7 +17,6 @@ from runner.policy.lifecycle import (
     Kill,
     Launch,
     Leave,
-    NoteSetUp,
     Prune,
     RecordExit,
     SetAside,
@@ -76,8 +75,6 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.accepted(world.digest(), seen.now))
         case Begin(kind=kind, subject=subject):
             world.begin(kind, subject)
-        case NoteSetUp(digest=digest):
-            journal.append(events.set_up(digest))
         case Discard(name=name):
             world.discard(name)
         case Prune(ref=ref):

@@ -86,6 +86,7 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         config_dir=Path(arguments["config_dir"]),
         python=Path(arguments["python"]),
         timeout_s=arguments["setup_timeout_s"],
+        withhold=frozenset(arguments["withhold"]),
     )
     return {"summary": str(folder)}
 
@@ -103,7 +104,9 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def _survey_summary(found: transfer.Survey) -> str:
     unusable = f"; unusable: {'; '.join(found.unusable)}" if found.unusable else ""
     newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
-    return f"{len(found.checkpoints)} checkpoints there{newest}{unusable}"
+    count = len(found.checkpoints)
+    outcome = f"; the job is over there: {found.outcome.get('outcome')}" if found.outcome else ""
+    return f"{count or 'no'} checkpoint{'s' * (count != 1)}{newest}{unusable}{outcome}"
 
 
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     ref = _remote_ref(store, arguments)
     manifest = transfer.verify(store, arguments["job"], ref)
-    return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there"}
+    return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there and the same"}
 
 
 def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:

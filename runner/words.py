@@ -25,7 +25,6 @@ from runner.policy.lifecycle import (
     Kill,
     Launch,
     Leave,
-    NoteSetUp,
     Prune,
     RecordExit,
     SetAside,
@@ -77,16 +76,12 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return "look into the store"
         case Begin(kind=TaskKind.SETUP):
             return "bring the source and run the set-up"
-        case Begin(kind=TaskKind.UPLOAD, subject=name):
-            return f"upload {name}"
         case Begin(kind=TaskKind.RESTORE, subject=name):
             return f"restore {name} from the store: this disk does not have it"
         case Begin(kind=TaskKind.VERIFY, subject=name):
             return f"verify {name} in the store: sizes and checksums, as the store reports them"
-        case Begin(kind=kind, subject=subject):
-            return f"{kind} {subject}"
-        case NoteSetUp():
-            return "the set-up is in place"
+        case Begin():
+            return ""  # quick, and again and again: their ends are told
         case Discard(name=name):
             return f"discard {name}: it was never committed"
         case Prune(ref=ref):
@@ -117,7 +112,7 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
 def _describe_exit(action: RecordExit) -> str:
     code = action.exit.code
     how = "its exit was not seen" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
-    reason = f": {action.reason}" if action.reason else ""
+    reason = f": {action.reason}" if action.reason and action.ending is Ending.FAILED else ""
     return f"attempt {action.ending} at step {action.step} ({how}){reason}"
 
 
@@ -163,17 +158,41 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
     for kind, state in after.tasks.items():
         if before is None or state == before.tasks.get(kind):
             continue
-        if isinstance(state, Finished):
-            yield f"{kind} {state.subject} done{_result(state)}"
+        if isinstance(state, Finished) and (line := _done(kind, state)):
+            yield line
         if isinstance(state, Failed):
             again = "" if state.final else f" (failure {state.failures}; it is tried again)"
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
 
 
-def _result(state: Finished) -> str:
-    summary = state.result.get("summary")
-    return f": {summary}" if summary else ""
+def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line a kind
+    """What a finished task was good for; empty where that shows elsewhere."""
+    summary = str(state.result.get("summary", ""))
+    match kind:
+        case TaskKind.UPLOAD:
+            return f"checkpoint {state.subject} is in the store: {summary}"
+        case TaskKind.RESTORE:
+            return f"checkpoint {state.subject} is back on this disk: {summary}"
+        case TaskKind.VERIFY:
+            return f"checkpoint {state.subject} verified in the store: {summary}"
+        case TaskKind.SURVEY:
+            return f"the store has {summary}"
+        case TaskKind.PUBLISH:
+            return f"journal, status, logs and outcome are in the store: {summary}"
+        case TaskKind.SETUP:
+            return f"the code is in place: {summary}"
+        case TaskKind.TIDY:
+            return ""
+
+
+def still_running(seen: Observed, *, longer_than: timedelta) -> Iterator[str]:
+    """How far slow work has got, once it is slow enough to wonder about."""
+    for kind, state in seen.tasks.items():
+        if isinstance(state, Running) and seen.now - state.started_at >= longer_than:
+            note = f" ({state.note})" if state.note else ""
+            so_far = span((seen.now - state.started_at).total_seconds())
+            yield f"{kind} {state.subject}: {state.progress:.0%} after {so_far}{note}"
 
 
 # ------------------------------------------------------------------------------------ phase
@@ -328,7 +347,3 @@ def _server_end(server: Server | None, end: End) -> str:
         return f"{server.id} is kept, and billed"
     kept = "its folder is kept by the provider" if end.keep else "its disk is thrown away, all is in the store"
     return f"{server.id} is being stopped; {kept}"
-
-
-def since(then: datetime | None, now: datetime) -> timedelta:
-    return now - then if then else timedelta()

@@ -45,6 +45,7 @@ from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
 from runner.supervise.page import ProgressReader
+from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from runner.supervise.triage import first_error
 from vramfarm.protocol import DAMAGED, Ref, Word
@@ -119,6 +120,10 @@ class RealWorld:
         self._store = _StoreView()
         self._sight = _AttemptSight(folder)
         self._conclusion: Conclusion | None = None
+        self._code = source_folder(
+            self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
+        )
+        self._set_up = self._is_set_up()
         self._awake = threading.Event()
         self.leaving = threading.Event()
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
@@ -149,6 +154,7 @@ class RealWorld:
             tasks=tasks,
             refusal=self._setting.refusal,
             setup_digest=self._setting.setup_digest,
+            set_up=self._is_set_up_now(tasks),
             stop_requested=self._folder.stop.exists(),
             leaving=self.leaving.is_set(),
             rented=self._setting.server is not None,
@@ -162,6 +168,21 @@ class RealWorld:
         with suppress(FileNotFoundError):
             return tuple(sorted(path.name for path in self.checkpoints.root.glob(f"{DAMAGED}*")))
         return ()
+
+    def _is_set_up(self) -> bool:
+        """Looked for on this disk and in this training environment: a container is younger than its volume."""
+        setting = self._setting
+        return is_in_place(
+            self._code,
+            self._job.setup,
+            run_dir=self._folder.root,
+            digest=setting.setup_digest,
+            python=Path(setting.python),
+        )
+
+    def _is_set_up_now(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
+        self._set_up = self._set_up or isinstance(tasks.get(TaskKind.SETUP), Finished)
+        return self._set_up
 
     def digest(self) -> str:
         return self._setting.job_digest
@@ -189,6 +210,7 @@ class RealWorld:
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
             "outputs": list(setting.job.outputs),
+            "withhold": sorted(setting.withhold),
             "conclusion": dump_conclusion(self._conclusion) if self._conclusion else None,
         }
 
@@ -224,6 +246,7 @@ class RealWorld:
                 save_interval_s=job.checkpoint.save_interval.total_seconds(),
                 lineage=attempt.lineage,
                 resume=resume,
+                python=setting.python,
                 env=job.env,
                 secrets=setting.secrets,
                 withhold=setting.withhold,
@@ -242,7 +265,8 @@ class RealWorld:
         return LAUNCHERS[self._job.launcher].argv(launch)
 
     def _workdir(self) -> Path:
-        return workdir(self._job, self._setting.config_dir, self._folder.root, self._setting.setup_digest)
+        """Where the command runs: as the job says, else where the code is."""
+        return self._code / self._job.workdir if self._job.workdir else self._code
 
     def interrupt(self) -> None:
         self._sight.interrupt()
@@ -400,13 +424,6 @@ def fill_command(job: Job, num_procs: int, checkpoint_dir: Path, resume_args: tu
 def _accumulation(job: Job, num_procs: int) -> int:
     """The global batch is kept whatever the number of cards."""
     return 1 if job.batch is None else max(job.batch.global_ // (job.batch.per_card * num_procs), 1)
-
-
-def workdir(job: Job, config_dir: Path, run_dir: Path, setup_digest: str) -> Path:
-    """Where the command runs: as the job says, else where the source is, else beside job.yaml."""
-    source = getattr(job.source, "path", None)
-    base = config_dir / source if source else (run_dir / "source" / setup_digest if job.source else config_dir)
-    return base / job.workdir if job.workdir else base
 
 
 class _Wake(FileSystemEventHandler):

@@ -115,6 +115,7 @@ class SimWorld:
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
             setup_digest="digest" if self.job.setup else "",
+            set_up=isinstance(self.tasks.get(TaskKind.SETUP), Finished),
             stop_requested=self.elsewhere.stop_at is not None and now >= self.elsewhere.stop_at,
             leaving=self.leaving,
             rented=True,

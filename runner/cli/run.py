@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import base64
 import os
+import socket
 import sys
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NoReturn
 
+from runner.adapters.providers import find_server
 from runner.cli.load import JOB_VARIABLE, STDIN
 from runner.errors import JobError
 
@@ -40,9 +44,23 @@ def run(args: argparse.Namespace) -> NoReturn:
         _keep(sys.stdin.buffer.read(_MAX_VARIABLE_BYTES))
         config = None
     options = [] if config is None else ["--config", config]
-    options += ["--start-over"] * args.start_over + ["--accept-change"] * args.accept_change
-    options += ["--go-on"] * args.go_on
+    options += ["--accept-change"] * args.accept_change
+    if args.start_over or args.go_on:
+        options += ["--start-over" if args.start_over else "--go-on", "--order", _order(os.environ)]
     os.execv(sys.executable, [sys.executable, "-I", str(_GUARDIAN), *options])  # noqa: S606  # argv, no shell
+
+
+def _order(env: Mapping[str, str]) -> str:
+    """
+    What makes this wish one wish: the runner may be started again, and a container with it.
+
+    On a rented server and in a container the same command line comes back with every
+    restart; only elsewhere is each a new order.
+    """
+    server = find_server(env)
+    if server:
+        return server.id
+    return socket.gethostname() if Path("/.dockerenv").exists() else uuid.uuid4().hex
 
 
 def _keep(text: bytes) -> None:

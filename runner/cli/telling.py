@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +15,12 @@ from runner.facts import History, Observed
 from runner.job import Job
 from runner.policy.lifecycle import Accept, Action, End, Wait
 from runner.supervise.logs import Follower
-from runner.words import Surroundings, changes, closing, describe, opening, progress_line, status
+from runner.words import Surroundings, changes, closing, describe, opening, progress_line, status, still_running
 from runner.world import RunFolder
 
 _EARLY: Final = timedelta(seconds=5)
 _LATE: Final = timedelta(seconds=30)
+_FIRST_MINUTE: Final = timedelta(minutes=1)
 _STATUS_EVERY: Final = timedelta(seconds=2)
 
 
@@ -50,10 +51,12 @@ class Teller:
         self._status_at: datetime | None = None
         self._follower: Follower | None = None
         self._followed: Path | None = None
+        self._begun_at = datetime.now(UTC)
         self._message = ""
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
         if self._before is None:
+            self._begun_at = seen.now
             for line in opening(self._job, seen, self._around, self._machine):
                 self._log.info(line)
             if history.conclusion:
@@ -86,11 +89,15 @@ class Teller:
 
     def _tell_progress(self, seen: Observed) -> None:
         progress, before = seen.progress, self._before.progress if self._before else None
-        if not progress.step or (before and progress.step == before.step):
+        if self._progress_at is not None and seen.now < self._progress_at:
             return
-        if self._progress_at is None or seen.now >= self._progress_at:
-            self._log.info(progress_line(seen))
-            early = progress.steps_per_s is None or progress.step / progress.steps_per_s < 60  # noqa: PLR2004
+        moved = bool(progress.step) and (before is None or progress.step != before.step)
+        lines = [progress_line(seen)] if moved else []
+        lines += still_running(seen, longer_than=_EARLY)
+        for line in lines:
+            self._log.info(line)
+        if lines:
+            early = seen.now - self._begun_at < _FIRST_MINUTE
             self._progress_at = seen.now + (_EARLY if early else _LATE)
 
     def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:

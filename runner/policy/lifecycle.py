@@ -51,13 +51,6 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteSetUp:
-    """The set-up with this digest is in place."""
-
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
 class Discard:
     """Remove what was never committed."""
 
@@ -135,20 +128,7 @@ class Wait:
 
 
 Action = (
-    Accept
-    | Begin
-    | NoteSetUp
-    | Discard
-    | Prune
-    | SetAside
-    | Launch
-    | RecordExit
-    | Interrupt
-    | Kill
-    | Conclude
-    | End
-    | Leave
-    | Wait
+    Accept | Begin | Discard | Prune | SetAside | Launch | RecordExit | Interrupt | Kill | Conclude | End | Leave | Wait
 )
 
 
@@ -330,7 +310,7 @@ def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
     """What must be true before a launch: nothing half-written, the store known, the code in place."""
     if seen.leftovers:
         return Discard(seen.leftovers[0])
-    return _know_the_store(job, history, seen) or _set_up(history, seen) or _keep_house(job, history, seen)
+    return _know_the_store(job, history, seen) or _set_up(seen) or _keep_house(job, history, seen)
 
 
 def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None:
@@ -365,12 +345,10 @@ def _wait_for_store(seen: Observed) -> Action | None:
     return _begin(TaskKind.SURVEY, "store", seen) or Wait()
 
 
-def _set_up(history: History, seen: Observed) -> Action | None:
-    if history.set_up == seen.setup_digest:
+def _set_up(seen: Observed) -> Action | None:
+    if not seen.setup_digest or seen.set_up:
         return None
     match seen.tasks.get(TaskKind.SETUP):
-        case Finished(subject=subject) if subject == seen.setup_digest:
-            return NoteSetUp(seen.setup_digest)
         case Failed(subject=subject, final=True, error=error) if subject == seen.setup_digest:
             return Conclude(Outcome.GAVE_UP, error)
         case Failed(subject=subject, failures=failures, error=error) if (

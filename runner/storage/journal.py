@@ -28,12 +28,8 @@ def accepted(digest: str, at: datetime) -> Event:
     return {"event": "accepted", "digest": digest, "at": at.isoformat()}
 
 
-def reopened(*, start_over: bool, at: datetime) -> Event:
-    return {"event": "reopened", "start_over": start_over, "at": at.isoformat()}
-
-
-def set_up(digest: str) -> Event:
-    return {"event": "set_up", "digest": digest}
+def reopened(*, start_over: bool, order: str, at: datetime) -> Event:
+    return {"event": "reopened", "start_over": start_over, "order": order, "at": at.isoformat()}
 
 
 def launched(attempt: Attempt) -> Event:
@@ -83,18 +79,17 @@ def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm
             now = datetime.fromisoformat(at)
             first, opened = history.accepted_at or now, history.opened_at or now
             return replace(history, accepted_at=first, opened_at=opened, job_digest=digest)
-        case {"event": "reopened", "start_over": start_over, "at": at}:
+        case {"event": "reopened", "start_over": start_over, "order": order, "at": at}:
             count = len(history.attempts)
             fresh = count + 1 if start_over else history.fresh_from
             return replace(
                 history,
                 conclusion=None,
+                orders=history.orders | {order},
                 opened_at=datetime.fromisoformat(at),
                 budget_from=count,
                 fresh_from=fresh,
             )
-        case {"event": "set_up", "digest": digest}:
-            return replace(history, set_up=digest)
         case {"event": "launched"}:
             return replace(history, attempts=(*history.attempts, _attempt(event)))
         case {"event": "interrupted", "number": number}:

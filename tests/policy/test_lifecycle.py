@@ -286,7 +286,7 @@ def test_start_over_uses_nothing_of_before(tmp_path):
         JOB,
         tmp_path / "job",
         elsewhere,
-        before=lambda journal: journal.append(events.reopened(start_over=True, at=elsewhere.now)),
+        before=lambda journal: journal.append(events.reopened(start_over=True, order="o", at=elsewhere.now)),
     )
 
     assert [(1, None), (2, None), (3, 200)] == elsewhere.launches
@@ -305,7 +305,7 @@ def test_go_on_after_a_stop(tmp_path):
         JOB,
         tmp_path / "job",
         elsewhere,
-        before=lambda journal: journal.append(events.reopened(start_over=False, at=elsewhere.now)),
+        before=lambda journal: journal.append(events.reopened(start_over=False, order="o", at=elsewhere.now)),
     )
 
     assert 0 == end.code

@@ -18,7 +18,6 @@ ATTEMPT = Attempt(number=1, id="a", resume=Ref(1, 5, 1, "0" * 8), lineage=1, boo
 
 def a_life(journal):
     journal.append(events.accepted("d", NOW))
-    journal.append(events.set_up("s"))
     journal.append(events.launched(ATTEMPT))
     journal.append(events.interrupted(1, "SIGTERM"))
     journal.append(events.exited(Ending.INTERRUPTED, Exit(code=0), step=7, reason="", at=NOW))
@@ -37,7 +36,6 @@ def test_what_is_written_is_read_back(tmp_path):
         accepted_at=NOW,
         opened_at=NOW,
         job_digest="d",
-        set_up="s",
         attempts=(replace(ATTEMPT, ending=Ending.INTERRUPTED, exit=Exit(code=0), step=7, ended_at=NOW),),
         interrupted=1,
         conclusion=Conclusion(outcome=Outcome.STOPPED, reason="asked", at=NOW),
@@ -57,8 +55,8 @@ def test_any_prefix_can_be_read_and_gone_on_with(tmp_path):
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         before = read(path)
-        after = Journal(path, Disk()).append(events.set_up("again"))
-        assert replace(before, set_up="again") == after == read(path)
+        after = Journal(path, Disk()).append(events.interrupted(9, "again"))
+        assert replace(before, interrupted=9) == after == read(path)
 
 
 def test_reopening_clears_the_end_and_counts_afresh(tmp_path):
@@ -68,7 +66,7 @@ def test_reopening_clears_the_end_and_counts_afresh(tmp_path):
     journal = Journal(tmp_path / "j", Disk())
     a_life(journal)
 
-    history = journal.append(events.reopened(start_over=True, at=NOW))
+    history = journal.append(events.reopened(start_over=True, order="o", at=NOW))
 
     assert (None, 1, 2) == (history.conclusion, history.budget_from, history.fresh_from)
 
@@ -97,9 +95,9 @@ def test_a_full_disk_does_not_silence_the_journal(tmp_path):
     journal = Journal(tmp_path / "j", disk)
     disk.full = True
 
-    journal.append(events.set_up("x"))
+    journal.append(events.interrupted(7, "x"))
 
-    assert "x" == read(tmp_path / "j").set_up
+    assert 7 == read(tmp_path / "j").interrupted
     disk.full = True
     with pytest.raises(OSError, match="No space"):
-        journal.append(events.set_up("y"))
+        journal.append(events.interrupted(8, "y"))
