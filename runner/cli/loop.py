@@ -23,6 +23,7 @@ from typing import IO, Any, Final
 
 from runner.adapters.providers import SECRETS, find_server, with_secrets
 from runner.cli.load import LoadedJob, load_job
+from runner.cli.planned import refuse_planned
 from runner.cli.telling import Teller
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import History, Server
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     loaded: LoadedJob | None = None
     try:
         loaded = load_job(args.config, env)
+        refuse_planned(loaded.job)
         if loaded.job.provider.kind is ProviderName.NONE:
             server = None
         end = _run(args, loaded, env, server, lifeline)
