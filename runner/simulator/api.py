@@ -231,7 +231,7 @@ def _add_controls(api: FastAPI, farm: Farm) -> None:
 
     @api.put("/v1/_sim/servers/{server_id}/activity", operation_id="simSetActivity")
     def set_activity(server_id: str, wish: Activity) -> dict[str, Any]:
-        farm.find(server_id)
+        farm.set_activity(server_id, wish)
         if wish.exit_code is not None:
             farm.end_container(server_id, wish.exit_code)
         return farm.show(farm.find(server_id))

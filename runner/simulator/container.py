@@ -29,8 +29,7 @@ def main(folder: Path) -> None:
     """Live the container's life once, as `container.json` says."""
     be_subreaper()
     spec = json.loads((folder / "container.json").read_bytes())
-    me = current()
-    write_durably(folder / "pid.json", {"pid": me.pid, "started": me.started})
+    write_pid(folder, current())  # who started us writes it too, unless it was killed
     code = _live(spec["argv"], spec["env"], spec["cwd"])
     end_all(lambda: others(spec["env"][MARK]), timeout_s=10.0)
     write_durably(folder / "exit.json", {"number": spec["number"], "code": code})
@@ -41,8 +40,12 @@ def others(server_id: str) -> tuple[Process, ...]:
     return tuple(process for process in find(MARK, server_id) if process.pid != os.getpid())
 
 
+def write_pid(folder: Path, process: Process) -> None:
+    write_durably(folder / "pid.json", {"pid": process.pid, "started": process.started})
+
+
 def write_durably(path: Path, fields: dict[str, object]) -> None:
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:  # secrets are in it
         json.dump(fields, file)
         file.flush()

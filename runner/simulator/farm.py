@@ -16,10 +16,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from runner.simulator import idle
 from runner.simulator.billing import billed_minutes, cost
 from runner.simulator.catalogue import MACHINES, choose
 from runner.simulator.host import KILLED, WORKSPACE, Host
 from runner.simulator.model import (
+    Activity,
     Billing,
     Container,
     Email,
@@ -156,6 +158,8 @@ class Farm:
                 raise Problem(409, f"{server_id} is {rented.server.state}")
             if wish.idle_detection and wish.idle_detection.enabled and rented.server.kind == "docker_image":
                 raise Problem(422, "servers of an own image are never stopped for idling", code="idle_stop_unavailable")
+            if wish.idle_detection is not None:
+                rented.server.idle_detection = Idle(enabled=wish.idle_detection.enabled)
             for name in wish.model_fields_set & {"label", "deadline_at"}:
                 setattr(rented.server, name, getattr(wish, name))
             if "deadline_save" in wish.model_fields_set:
@@ -175,6 +179,14 @@ class Farm:
                 return rented, False
             self._begin_stop(rented, wish, wish.reason)
             return rented, True
+
+    def set_activity(self, server_id: str, activity: Activity) -> None:
+        """Load and connections, as idle detection sees them; what is not given stays."""
+        with self.store.transaction():
+            rented = self.find(server_id)
+            given = activity.model_dump(exclude_none=True, exclude={"exit_code"})
+            rented.activity = rented.activity.model_copy(update=given)
+            self._put(rented)
 
     def end_container(self, server_id: str, code: int) -> None:
         """The container ends now, with this code, whatever it does."""
@@ -237,6 +249,8 @@ class Farm:
         elif server.state in _NEXT:
             if self.now() - server.state_changed_at >= timedelta(seconds=self.pace.stage):
                 self._enter(rented, _NEXT[server.state])
+        elif self._follow_idleness(rented):
+            return
         elif (why := self._why_stop(rented)) is not None:
             self._begin_stop(rented, StopRequest(save=why[1], on_save_failure="stop_anyway"), why[0])
         elif self._wants_container(server):
@@ -249,9 +263,24 @@ class Farm:
             return "deadline", rented.deadline_save
         if server.rental_ends_at is not None and server.rental_ends_at <= now:
             return "rental_ended", SaveSpec(path=str(WORKSPACE))
+        if server.idle_detection.stops_at is not None and server.idle_detection.stops_at <= now:
+            return "idle", SaveSpec(path=str(WORKSPACE))
         if self.balance() <= 0:
             return "balance_exhausted", SaveSpec(path=str(WORKSPACE))
         return None
+
+    def _follow_idleness(self, rented: Rented) -> bool:
+        """Whether something changed."""
+        before = rented.server.idle_detection
+        after = idle.follow(before, busy=idle.is_busy(rented.activity), now=self.now())
+        if after == before:
+            return False
+        rented.server.idle_detection = after
+        self._put(rented)
+        if after.email_sent_at is not None:
+            self._email(rented, "idle_warning", f"{rented.server.id} is idle; it is saved and stopped in an hour")
+            self._event(rented, "idle.email_sent")
+        return True
 
     def _wants_container(self, server: Server) -> bool:
         if server.id in self.leaving or server.container.state == "running":
@@ -302,6 +331,9 @@ class Farm:
     # ----------------------------------------------------------------------------- stop
 
     def _begin_stop(self, rented: Rented, wish: StopRequest, reason: str) -> None:
+        if reason == "idle":
+            self._email(rented, "idle_stopped", f"{rented.server.id} was idle: its workspace is saved, it stops")
+            self._event(rented, "idle.stop")
         rented.stop = Stopping(wish=wish, reason=reason)
         self._enter(rented, State.STOPPING if wish.save is None else State.SAVING, reason)
 
@@ -381,6 +413,10 @@ class Farm:
     def _event(self, rented: Rented, type_: str, **data: Any) -> None:  # noqa: ANN401  # JSON
         event = Event(id=_new_id("evt"), type=type_, server_id=rented.server.id, at=self.now(), data=data)
         self.store.put("Event", event.id, event, owner=rented.server.id)
+
+    def _email(self, rented: Rented, kind: str, subject: str) -> None:
+        email = Email(at=self.now(), kind=kind, server_id=rented.server.id, subject=subject)
+        self.store.put("Email", _new_id("eml"), email)
 
     def _setting(self, name: str, first: str) -> str:
         if self.store.text("setting", name) is None:

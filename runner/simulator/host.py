@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from runner.simulator import container
-from runner.supervise.process import Process, end_all, find, kill
+from runner.supervise.process import Process, end_all, find, identify, kill
 
 KILLED: Final = 137
 WORKSPACE: Final = PurePosixPath("/workspace")  # what a server's disk is called in requests
@@ -56,13 +56,13 @@ class Host:
             os.close(lock)
 
     def _spawn(self, folder: Path, lock: int) -> None:
+        argv = (sys.executable, "-I", str(Path(container.__file__).resolve()), str(folder))
         with (folder / "container.log").open("ab") as log:
-            argv = (sys.executable, "-I", str(Path(container.__file__).resolve()), str(folder))
-            self._children.append(
-                subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True
-                )
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True
             )
+        self._children.append(child)
+        container.write_pid(folder, identify(child.pid))  # a stop may come before it has begun
 
     def is_running(self, server_id: str) -> bool:
         """Whether the container runs, started by us or by a farm before us."""

@@ -203,6 +203,13 @@ class Server(Wire):
     actions: list[str] = []
 
 
+class Activity(Wire):
+    gpu_util_percent: float | None = Field(default=None, ge=0, le=100)
+    ssh_connections: int | None = Field(default=None, ge=0)
+    jupyter_connections: int | None = Field(default=None, ge=0)
+    exit_code: int | None = Field(default=None, ge=0, le=255)
+
+
 class Stopping(BaseModel):
     """A stop under way, and how far its container was pushed."""
 
@@ -220,6 +227,7 @@ class Rented(BaseModel):
     restore_save_id: str | None = None
     deadline_save: SaveSpec | None = None
     stop: Stopping | None = None
+    activity: Activity = Activity()
 
 
 class Event(Wire):
@@ -252,10 +260,3 @@ class Faults(Wire):
 
 class Advance(Wire):
     advance_seconds: int = Field(ge=0, le=31_536_000)
-
-
-class Activity(Wire):
-    gpu_util_percent: float | None = Field(default=None, ge=0, le=100)
-    ssh_connections: int | None = Field(default=None, ge=0)
-    jupyter_connections: int | None = Field(default=None, ge=0)
-    exit_code: int | None = Field(default=None, ge=0, le=255)

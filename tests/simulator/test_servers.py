@@ -235,3 +235,57 @@ def test_a_rental_that_ended_unseen_is_not_billed_on(tmp_path):
         house.call("POST", "/_sim/clock", {"advance_seconds": 7 * 86_400})
 
         assert 24 * 60 >= house.wait_stopped(server)["billing"]["billed_minutes"]
+
+
+JUPYTER = {"kind": "pytorch_jupyter", "image": None}
+
+
+def test_an_idle_server_is_warned_of_then_saved_and_stopped(tmp_path):
+    """
+    Two hours, an email, one hour more; a connection in between starts the count anew.
+    """
+    with open_farm(tmp_path / "farm") as house:
+        server = house.rent([], **JUPYTER)
+        activity = f"/_sim/servers/{server}/activity"
+        house.wait(server, lambda now: now["idle_detection"]["idle_since"])
+        house.call("PUT", activity, {"ssh_connections": 1})
+        house.wait(server, lambda now: not now["idle_detection"]["idle_since"])
+        house.call("POST", "/_sim/clock", {"advance_seconds": 3 * 3600})
+        house.call("PUT", activity, {"ssh_connections": 0})
+        house.wait(server, lambda now: now["idle_detection"]["idle_since"])
+
+        house.call("POST", "/_sim/clock", {"advance_seconds": 2 * 3600})
+        house.wait(server, lambda now: now["idle_detection"]["stops_at"])
+        house.call("POST", "/_sim/clock", {"advance_seconds": 3600})
+
+        now = house.wait_stopped(server)
+        emails = json.loads(house.call("GET", "/_sim/outbox").body)["emails"]
+        assert ("idle", "complete") == (now["state_reason"], now["save"]["state"])
+        assert ["idle_warning", "idle_stopped"] == [email["kind"] for email in emails]
+
+
+def test_a_server_of_an_own_image_is_never_stopped_for_idling(house: Farmhouse):
+    """
+    It has to stop itself.
+    """
+    server = house.rent(SLEEP)
+    house.wait_started(server)
+
+    house.call("POST", "/_sim/clock", {"advance_seconds": 12 * 3600})
+    house.wait(server, lambda now: now["billing"]["billed_minutes"] >= 720)
+
+    assert "running" == house.server(server)["state"]
+    house.stop(server)
+
+
+def test_a_container_is_made_to_end_with_a_code(house: Farmhouse):
+    """
+    For rehearsals of a crash.
+    """
+    server = house.rent(SLEEP)
+    house.wait_started(server)
+
+    house.call("PUT", f"/_sim/servers/{server}/activity", {"exit_code": 42})
+
+    assert 42 == house.wait_exited(server)["container"]["exit_code"]
+    house.stop(server)
