@@ -15,6 +15,7 @@ from runner.facts import Attempt, Ending, Failed, Finished, History, Observed, R
 from runner.job import Job
 from runner.policy.lifecycle import (
     EXIT_CODES,
+    LEFT,
     Accept,
     Action,
     Begin,
@@ -32,6 +33,7 @@ from runner.policy.lifecycle import (
 )
 
 _MINIMUM_MINUTES = 15
+OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {LEFT: "left"}
 
 
 def size(num_bytes: float) -> str:
@@ -101,8 +103,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"kill {'the saver' if savers else 'the attempt'}: {reason}"
         case Conclude(outcome=outcome, reason=reason):
             return f"conclude {outcome}: {reason}"
-        case End(reason=reason):
-            return f"end: {reason}"
+        case End():
+            return ""  # the summary says it
         case Leave():
             return "leave: this boot ends, the job does not"
         case Wait():
@@ -295,20 +297,20 @@ def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> lis
     server = around.server
     price = f" at {server.price_per_hour} {server.currency}/h" if server and server.price_per_hour else ""
     where = f"server {server.id}{price}" if server else "this machine (no provider: nothing to stop)"
-    store = f"{job.offload.to}/{job.name}" if job.offload.to else "nowhere: checkpoints stay on this disk only"
+    copies = f"copies go to {job.offload.to}/{job.name}" if job.offload.to else "no copy leaves this disk (offload.to)"
     deadline = f"{seen.deadline_at:%Y-%m-%d %H:%M} UTC" if seen.deadline_at else "none"
     return [
         f"job {job.name}: {job.command}",
         f"on {where}; {machine}",
         f"run folder {around.run_dir}",
-        f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; copies go to {store}",
+        f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; {copies}",
         f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
 
 
 def closing(job: Job, history: History, seen: Observed, around: Surroundings, end: End) -> list[str]:
     """What happened, where the weights are, what it cost, and what becomes of the server."""
-    outcome = history.conclusion.outcome if history.conclusion else "left"
+    outcome = OUTCOMES[end.code]
     checkpoints = sorted({c.ref for c in seen.local} | {c.ref for c in seen.offsite or ()})
     lines = [
         f"outcome      {outcome}: {end.reason}",

@@ -1,6 +1,6 @@
 """The whole life of a job, as one decision."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from runner.facts import (
@@ -136,6 +136,8 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     """Return the next action. The rules are in order of urgency; the first that applies wins."""
     if history.accepted_at is None:
         return Accept()
+    if _may_go_on(history, seen):
+        history = replace(history, conclusion=None)
     if seen.live is not None:
         return _while_live(job, history, seen, seen.live)
     if history.attempts and history.attempts[-1].ending is None:
@@ -143,6 +145,13 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     if history.conclusion:
         return _after_the_end(job, history, seen)
     return _between_attempts(job, history, seen)
+
+
+def _may_go_on(history: History, seen: Observed) -> bool:
+    """A limit that was raised since is no end any more."""
+    limit = limit_at(history, seen)
+    at_limit = history.conclusion is not None and history.conclusion.outcome is Outcome.LIMIT
+    return at_limit and limit is not None and seen.now < limit
 
 
 # ------------------------------------------------------------------------------ while live
@@ -286,10 +295,10 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
 
 
 def _between_attempts(job: Job, history: History, seen: Observed) -> Action:
-    return _reason_to_end(history, seen) or _prepare(job, history, seen) or _next_attempt(job, history, seen)
+    return _reason_to_end(job, history, seen) or _prepare(job, history, seen) or _next_attempt(job, history, seen)
 
 
-def _reason_to_end(history: History, seen: Observed) -> Action | None:
+def _reason_to_end(job: Job, history: History, seen: Observed) -> Action | None:
     recent = history.attempts[history.budget_from :]
     succeeded = bool(recent) and recent[-1].ending is Ending.SUCCEEDED
     limit = limit_at(history, seen)
@@ -300,7 +309,7 @@ def _reason_to_end(history: History, seen: Observed) -> Action | None:
     if seen.leaving:
         return Leave()
     if seen.refusal:
-        return Conclude(Outcome.REFUSED, seen.refusal)
+        return _refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:
         return Conclude(Outcome.LIMIT, "the time limit is reached")
     return None
@@ -318,7 +327,7 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if job.offload.to is None:
         return None
     if seen.offsite is None:
-        return _wait_for_store(seen)
+        return _wait_for_store(job, seen)
     elsewhere = seen.concluded_elsewhere
     over = elsewhere and elsewhere.outcome in _OVER_EVERYWHERE
     if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
@@ -330,15 +339,14 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
 
 
-def _wait_for_store(seen: Observed) -> Action | None:
+def _wait_for_store(job: Job, seen: Observed) -> Action | None:
     state = seen.tasks.get(TaskKind.SURVEY)
     if isinstance(state, Failed):
         if state.final:
-            return Conclude(Outcome.STORE, state.error)
+            return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
         if not seen.local and seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            return Conclude(
-                Outcome.STORE, f"no answer for {STORE_PATIENCE.total_seconds() / 60:.0f} min: {state.error}"
-            )
+            waited = STORE_PATIENCE.total_seconds() / 60
+            return _refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
         return _begin(TaskKind.SURVEY, "store", seen) or Wait(retry_at(state))
@@ -379,16 +387,22 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
                 pass
     if isinstance(plan, Fetch):
         return _begin(TaskKind.RESTORE, plan.ref.name, seen) or Wait()
-    return _launch(history, seen, plan, floor)
+    return _launch(job, history, seen, plan, floor)
 
 
-def _launch(history: History, seen: Observed, plan: From, floor: int | None) -> Action:
+def _launch(job: Job, history: History, seen: Observed, plan: From, floor: int | None) -> Action:
     """A run that had a checkpoint never starts over by itself."""
     lost = sorted({*seen.unusable, *seen.damaged})
     if plan.ref is None and floor is not None and lost:
         reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
-        return Conclude(Outcome.STORE, reason)
+        return _refuse(Outcome.STORE, reason, job, seen)
     return Launch(len(history.attempts) + 1, plan.ref, plan.lineage)
+
+
+def _refuse(outcome: Outcome, reason: str, job: Job, seen: Observed) -> End:
+    """An early end. Not journaled: the next boot looks again, and goes on if it was cured."""
+    stop = job.finish.on_failure is AtEnd.STOP
+    return End(code=EXIT_CODES[outcome], stop=stop, keep=bool(seen.local), reason=reason)
 
 
 # --------------------------------------------------------------------------- after the end

@@ -43,7 +43,8 @@ def decide_restart(
         return Retry(at=last.ended_at)
     failures = count_failures(attempts, newest)
     if failures >= policy.max_restarts_without_progress:
-        return GiveUp(reason=f"{failures} attempts in a row made no progress: {last.reason or 'no error was seen'}")
+        error = last.reason.partition("; see ")[0] or "no error was seen"
+        return GiveUp(reason=f"{failures} attempts in a row made no progress: {error}")
     return Retry(at=last.ended_at + _delay(failures, policy))
 
 

@@ -391,3 +391,29 @@ def test_whatever_happens_the_server_stops_and_nothing_is_lost(tmp_path, crashes
     else:
         assert 6 == end.code
     assert elsewhere.now < START + timedelta(hours=3)
+
+
+def test_a_limit_that_was_raised_lets_the_run_go_on(tmp_path):
+    """
+    The same folder with a later deadline trains on; with the same deadline it stops again.
+    """
+    short = JOB.model_copy(update={"limits": JOB.limits.model_copy(update={"max_duration": 30 * TURN})})
+    elsewhere = Elsewhere()
+    assert 7 == boot(short, tmp_path / "job", elsewhere, last_step=4000)[0].code
+    assert 7 == boot(short, tmp_path / "job", elsewhere, last_step=4000)[0].code
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere, last_step=4000)
+
+    assert 0 == end.code
+    assert [1, 2] == [number for number, _ in elsewhere.launches]
+
+
+def test_a_refusal_is_looked_at_again(tmp_path):
+    """
+    A store that was wrong and is right now is no reason to stay away from the job.
+    """
+    elsewhere = Elsewhere(store_refuses=True)
+    assert 4 == boot(JOB, tmp_path / "job", elsewhere)[0].code
+    elsewhere.store_refuses = False
+
+    assert 0 == boot(JOB, tmp_path / "job", elsewhere)[0].code
