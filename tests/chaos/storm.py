@@ -1,0 +1,396 @@
+"""
+A kill storm: a whole run on a simulated server, killed piece by piece at random moments, while
+a witness looks on and checks what must hold at any time.
+
+The random choices come from a seed, which is in every message; when the processes reach which
+line is up to the machine, so a seed that failed may pass the next time. What was killed, and
+when, is in the message too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from runner.job import OffloadPolicy
+from runner.simulator.farm import Farm, Pace
+from runner.simulator.main import Options, serving
+from runner.simulator.model import Event, Policy, ServerCreate, State
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checksums import crc32
+from runner.storage.disk import Disk
+from runner.storage.journal import events
+from runner.storage.offsite import open_store, transfer
+from runner.supervise import page as pages
+from runner.supervise.process import Process, end_all, find, is_alive, kill
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, TEMPORARY, Env, Manifest, ProtocolError, parse_manifest
+
+BOX: Final = Path(__file__).with_name("box.py")
+MARK: Final = "VRAMFARM_SERVER_ID"
+NAME: Final = "storm"
+PACE: Final = Pace(stage=0.0, restart=0.1, tick=0.05)
+LOOK_S: Final = 0.05
+POLL_S: Final = 0.004
+PARTS: Final = ("guardian", "runner", "shim", "launcher", "rank", "ranks", "saver", "tasks")
+TRAINING: Final = {"shim", "launcher", "rank", "ranks", "saver"}
+MOMENTS: Final = ("training", "training", "training", "saving", "saving", "soon", "task", "ended", "concluded")
+_GONE: Final = {State.STOPPING, State.SAVING, State.STOPPED, State.FAILED}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What a storm is played with. `content(rank, step)` are the bytes of a shard, where they can be known."""
+
+    seed: int
+    guardian: tuple[str, ...]
+    job: str  # job.yaml, with {store} to be filled in
+    steps: int
+    kills: tuple[int, int]  # at least, at most
+    apart_s: float  # at most this long between two kills
+    patience_s: float  # from the last kill to the end of the run
+    runner_deaths: int  # the guardian gives up after five
+    content: Callable[[int, int], bytes] | None = None
+
+
+@contextmanager
+def farm_in(state: Path) -> Iterator[Farm]:
+    state.mkdir(parents=True)
+    options = Options(state=state, port=0, run=None, price=None, balance=Decimal(1000), runner=(), pace=PACE)
+    with serving(options, per_minute=100_000, creates_per_minute=100_000) as farm:
+        try:
+            yield farm
+        finally:
+            farm.leaving.update(rented.server.id for rented in farm.servers())
+            with farm.store.transaction():
+                for rented in farm.servers():
+                    farm.host.kill(rented.server.id, code=137, number=0)
+
+
+class Storm:
+    """One run and all that happens to it. `run` returns when the server is stopped and everything was checked."""
+
+    def __init__(self, play: Play, folder: Path, farm: Farm) -> None:
+        self.play, self.farm, self.folder = play, farm, folder
+        self.random = random.Random(play.seed)
+        self.store = folder / "store"
+        job = folder / "job.yaml"
+        job.write_text(play.job.replace("{store}", f"file://{self.store}"))
+        argv = [sys.executable, "-I", str(BOX), *play.guardian, "--config", str(job)]
+        self.server_id = farm.create(_wish(argv)).server.id
+        self.run_dir = farm.host.disk(self.server_id).resolve() / NAME
+        self.witness = Witness(play, self.run_dir, self.store / NAME, self._find_attempt)
+        self.killed: list[str] = []
+        self.num_kills = 0
+        self._deaths: Counter[Process] = Counter()
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        print(f"storm: seed {self.play.seed}")
+        try:
+            for _ in range(self.random.randint(*self.play.kills)):
+                if not self._wait_for(self.random.choice(MOMENTS)):
+                    break
+                self._strike()
+            self._wait(self._is_stopped, self.play.patience_s, "the server is stopped")
+            self._check_end()
+            print(f"storm: {self.num_kills} kills, resumed at {self.witness.resumed}", *self.killed, sep="\n")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._story()}") from error
+
+    # -------------------------------------------------------------------------- moments
+
+    def _wait_for(self, moment: str) -> bool:
+        """Wait for a moment to strike, not for ever; False: the run is over."""
+        claim = {
+            "soon": lambda: False,
+            "training": lambda: bool(self._parts()["ranks"]),
+            "saving": lambda: any(self.run_dir.glob(f"checkpoints/{TEMPORARY}*")),
+            "task": lambda: bool(self._parts()["tasks"]),
+            "ended": lambda: any(self.run_dir.glob("logs/attempt-*/end.json")),
+            "concluded": lambda: any(e["event"] == "concluded" for e in events(self.run_dir / "journal.jsonl")),
+        }[moment]
+        self._watch_until(claim, self.random.uniform(0, self.play.apart_s) * (1 if moment == "soon" else 3))
+        self._watch_until(lambda: False, self.random.choice((0, 0.003, 0.02, 0.1, self.play.apart_s / 2)))
+        return not self._is_ending()
+
+    def _watch_until(self, claim: Callable[[], Any], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not claim() and not self._is_ending():
+            self._look()
+            time.sleep(POLL_S)
+
+    def _wait(self, claim: Callable[[], Any], seconds: float, what: str) -> None:
+        until = time.monotonic() + seconds
+        while not claim():
+            assert time.monotonic() < until, f"not within {seconds:g} s: {what}"
+            self._look()
+            time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        if time.monotonic() >= self.witness.next_look:
+            with self.farm.store.transaction():  # the farm's threads look for processes, too: one at a time
+                self.witness.look()
+
+    def _state(self) -> State:
+        return self.farm.find(self.server_id).server.state
+
+    def _is_ending(self) -> bool:
+        return self._state() in _GONE
+
+    def _is_stopped(self) -> bool:
+        return self._state().is_final
+
+    # --------------------------------------------------------------------------- strikes
+
+    def _strike(self) -> None:
+        roll = self.random.random()
+        if roll < 0.08:
+            self._lose_the_machine()
+        elif roll < 0.16:
+            self._kill("box")
+        elif roll < 0.26:
+            self._kill("guardian", number=signal.SIGTERM)
+        elif roll < 0.36:
+            self._kill(*PARTS)
+        else:
+            parts = self._parts()
+            there = [name for name in PARTS if parts["ranks" if name == "rank" else name]]
+            there += 2 * [name for name in there if name in TRAINING]
+            self._kill(*self.random.sample(there, min(len(there), self.random.choice((1, 1, 1, 2, 2, 3)))))
+
+    def _kill(self, *names: str, number: signal.Signals = signal.SIGKILL) -> None:
+        parts = self._parts()
+        if "guardian" not in names and parts["guardian"] and "runner" in names:
+            guardian = parts["guardian"][0]
+            self._deaths[guardian] += 1
+            names = names if self._deaths[guardian] <= self.play.runner_deaths else ("guardian", *names)
+        chosen = {name: self._choose(name, parts) for name in names}
+        kill([process for found in chosen.values() for process in found], number)
+        if any(chosen.values()):
+            self._note(f"{number.name} {' '.join(f'{k}={[p.pid for p in v]}' for k, v in chosen.items() if v)}")
+
+    def _choose(self, name: str, parts: dict[str, list[Process]]) -> list[Process]:
+        if name == "rank":
+            return [self.random.choice(parts["ranks"])] if parts["ranks"] else []
+        return parts[name]
+
+    def _lose_the_machine(self) -> None:
+        """Everything ends at once and the disk is gone; the provider starts the container on an empty one."""
+        with self.farm.store.transaction():
+            if self._is_ending():
+                return
+            number = self.farm.find(self.server_id).server.container.restart_count
+            self.farm.host.kill(self.server_id, code=137, number=number)
+            left = end_all(lambda: find(Env.RUN, str(self.run_dir)), timeout_s=5.0)
+            assert () == left
+            self.witness.lost()
+            shutil.rmtree(self.farm.host.disk(self.server_id))
+        self._note("lost the machine")
+
+    def _note(self, text: str) -> None:
+        self.num_kills += 1
+        self.killed.append(f"{datetime.now(UTC):%H:%M:%S.%f} +{time.monotonic() - self._began:.2f} {text}")
+
+    # -------------------------------------------------------------------------- processes
+
+    def _parts(self) -> dict[str, list[Process]]:
+        """The processes of the run by what they are."""
+        parts: dict[str, list[Process]] = {name: [] for name in (*PARTS, "box", "other")}
+        for process in self._processes():
+            parts[_part(process)].append(process)
+        return parts
+
+    def _processes(self) -> list[Process]:
+        with self.farm.store.transaction():
+            found = {*find(MARK, self.server_id), *find(Env.RUN, str(self.run_dir))}
+        return sorted(found, key=lambda process: process.pid)
+
+    @staticmethod
+    def _find_attempt(attempt_id: str) -> tuple[Process, ...]:
+        return tuple(process for process in find(Env.ATTEMPT_ID, attempt_id) if process.role != "saver")
+
+    # -------------------------------------------------------------------------------- end
+
+    def _check_end(self) -> None:
+        """All that must be true when the server is gone."""
+        server = self.farm.find(self.server_id).server
+        assert (State.STOPPED, "job_succeeded") == (server.state, server.state_reason)
+        stopping = [e for e in self._events("server.state_changed") if e.data["state"] in {"stopping", "saving"}]
+        assert 1 == len(stopping)
+        manifest = self._check_store()
+        committed_at = (self.store / NAME / "checkpoints" / manifest.ref.name / MANIFEST).stat().st_mtime
+        assert committed_at <= stopping[0].at.timestamp(), "the server was stopped before its last checkpoint was safe"
+        self._wait(lambda: not self._processes(), 5.0, "no process of the run is left")
+        prefix = pages._prefix(self.run_dir)
+        assert [] == sorted(Path("/dev/shm").glob(f"{prefix}*"))
+
+    def _check_store(self) -> Manifest:
+        """The store has the last step, every byte of it, and says how the job ended."""
+        store = open_store(OffloadPolicy(to=f"file://{self.store}"), {})
+        found = transfer.survey(store, NAME)
+        assert () == found.unusable
+        assert found.outcome is not None
+        assert "succeeded" == found.outcome["outcome"]
+        newest = max(checkpoint.ref for checkpoint in found.checkpoints)
+        assert self.play.steps == newest.step
+        for checkpoint in found.checkpoints:
+            check_checkpoint(self.store / NAME / "checkpoints" / checkpoint.ref.name, self.play.content)
+        return transfer.verify(store, NAME, newest)
+
+    def _events(self, kind: str) -> list[Event]:
+        return [event for event in self.farm.events(self.server_id) if event.type == kind]
+
+    def _story(self) -> str:
+        """What a person needs to understand a failure."""
+        log = self.farm.host.log(self.server_id)
+        tail = log.read_text(errors="replace").splitlines()[-60:] if log.exists() else []
+        journal = self.run_dir / "journal.jsonl"
+        alive = [f"{_part(p)} {p.pid} {p.role} {_argv(p)[:6]}" for p in self._processes()]
+        lines = [
+            f"seed {self.play.seed}, {self.num_kills} kills, in {self.folder}",
+            *self.killed,
+            "alive:",
+            *alive,
+            "journal:",
+            *(journal.read_text().splitlines()[-12:] if journal.exists() else ["none"]),
+            "log:",
+            *tail,
+        ]
+        return "\n".join(lines)
+
+
+class Witness:
+    """Looks on from outside, many times a second, and checks what must hold at any time."""
+
+    def __init__(
+        self, play: Play, run_dir: Path, offsite: Path, find_attempt: Callable[[str], tuple[Process, ...]]
+    ) -> None:
+        self.next_look = 0.0
+        self._play, self._run_dir, self._offsite = play, run_dir, offsite / "checkpoints"
+        self._find_attempt = find_attempt
+        self._local = CheckpointDir(run_dir / "checkpoints", Disk())
+        self._checked: set[Path] = set()
+        self._floor = 0  # no attempt that begins from now on may begin before this step
+        self._offsite_floor = 0
+        self._attempts: list[dict[str, Any]] = []
+        self.resumed: list[int] = []
+
+    def look(self) -> None:
+        self._look_at_attempts()
+        self._look_at_checkpoints()
+        self.next_look = time.monotonic() + LOOK_S
+
+    def lost(self) -> None:
+        """The disk goes now, and all that is only on it."""
+        self._look_at_checkpoints()
+        self._floor = self._offsite_floor
+        self._attempts = []
+        self._checked = {path for path in self._checked if path.is_relative_to(self._offsite)}
+
+    def _look_at_attempts(self) -> None:
+        launched = [e for e in events(self._run_dir / "journal.jsonl") if e["event"] == "launched"]
+        for attempt in launched[len(self._attempts) :]:
+            begins = attempt["resume"]["step"] if attempt["resume"] else 0
+            assert begins >= self._floor, f"attempt {attempt['number']} began at {begins}, {self._floor} was committed"
+            self.resumed.append(begins)
+        self._attempts = launched
+        assert [*range(1, len(launched) + 1)] == [attempt["number"] for attempt in launched]
+        self._look_at_two(launched)
+
+    def _look_at_two(self, launched: list[dict[str, Any]]) -> None:
+        """The later attempt first: whoever of the earlier one is alive after that lived beside it."""
+        if len(launched) > 1 and self._find_attempt(launched[-1]["id"]):
+            both = [process for process in self._find_attempt(launched[-2]["id"]) if is_alive(process)]
+            assert [] == both, f"attempts {launched[-2]['number']} and {launched[-1]['number']} live at once"
+
+    def _look_at_checkpoints(self) -> None:
+        for folder in (self._run_dir / "checkpoints", self._offsite):
+            for manifest in folder.glob(f"step-*/{MANIFEST}"):
+                if manifest.parent not in self._checked:
+                    step = check_checkpoint(manifest.parent, self._play.content)
+                    self._checked.add(manifest.parent)
+                    self._floor = max(self._floor, step)
+                    if folder == self._offsite:
+                        self._offsite_floor = max(self._offsite_floor, step)
+
+
+def check_checkpoint(folder: Path, content: Callable[[int, int], bytes] | None) -> int:
+    """
+    Every byte of it is what its manifest says, and what was written. Returns its step.
+
+    It may be pruned meanwhile; then it must have left its name before its bytes.
+    """
+    try:
+        manifest = parse_manifest((folder / MANIFEST).read_bytes())
+        for rank, shard in enumerate(manifest.shards):
+            found = (folder / shard.path).read_bytes()
+            chunks = [found[start : start + CHUNK_BYTES] for start in range(0, len(found), CHUNK_BYTES)]
+            assert shard.checksums == tuple(crc32(chunk) for chunk in chunks), f"{folder / shard.path} is damaged"
+            assert content is None or content(rank, manifest.step) == found, f"{folder / shard.path}: other bytes"
+    except (FileNotFoundError, ProtocolError) as error:
+        assert not (folder / MANIFEST).exists(), f"{folder} has a manifest and is not whole: {error}"
+        return 0
+    return manifest.step
+
+
+def _part(process: Process) -> str:
+    if process.role in {"shim", "saver"}:
+        return process.role
+    if process.role == "task":
+        return "tasks"
+    argv = _argv(process)
+    names = {Path(word).name for word in argv}
+    for part, words in _LOOKS.items():
+        if words & names:
+            return part
+    return "ranks" if b"RANK" in _environment(process) else "other"
+
+
+_LOOKS: Final = {
+    "other": {"container.py"},
+    "box": {"box.py"},
+    "guardian": {"guard.py", "guardian.py", "run"},
+    "runner": {"loop"},
+    "launcher": {"launch_ranks.py", "torch.distributed.run"},
+}
+
+
+def _argv(process: Process) -> list[str]:
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _environment(process: Process) -> set[bytes]:
+    try:
+        entries = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return set()
+    return {entry.partition(b"=")[0] for entry in entries}
+
+
+def _wish(argv: list[str]) -> ServerCreate:
+    return ServerCreate(
+        kind="docker_image",
+        gpu="rtx-4090",
+        count=1,
+        image="vramfarm/runner",
+        args=argv,
+        env={"RUNNER_HOLD_S": "0", "PYTHONUNBUFFERED": "1"},
+        rental_days=1,
+        disk_gb=10,
+        restart_policy=Policy.ALWAYS,
+    )
