@@ -19,7 +19,7 @@ from typing import Final
 if __package__ in {None, ""}:  # started by its path under -I: last, so that it shadows nothing
     sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from runner.supervise.process import Process, be_subreaper, current, end_all, find
+from runner.supervise.process import Process, be_subreaper, current, end_all, find, identify
 
 NOT_STARTED: Final = 127
 MARK: Final = "VRAMFARM_SERVER_ID"
@@ -29,15 +29,39 @@ def main(folder: Path) -> None:
     """Live the container's life once, as `container.json` says."""
     be_subreaper()
     spec = json.loads((folder / "container.json").read_bytes())
-    write_pid(folder, current())  # who started us writes it too, unless it was killed
+    me = current()
+    write_pid(folder, me)  # who started us writes it too, unless it was killed
     code = _live(spec["argv"], spec["env"], spec["cwd"])
-    end_all(lambda: others(spec["env"][MARK]), timeout_s=10.0)
+    end_all(lambda: [process for process in members(folder) if process != me], timeout_s=10.0)
     write_durably(folder / "exit.json", {"number": spec["number"], "code": code})
 
 
-def others(server_id: str) -> tuple[Process, ...]:
-    """Processes of the server, but for its PID 1."""
-    return tuple(process for process in find(MARK, server_id) if process.pid != os.getpid())
+def members(folder: Path) -> tuple[Process, ...]:
+    """
+    Processes of the server, PID 1 too: those that carry its mark, their descendants, and those
+    that lost both, but name the server's folder in their environment.
+    """
+    named = os.fsencode(folder) + b"/"
+    strays = [process for process in map(_identify, _pids()) if process and named in _environ(process.pid)]
+    return tuple({*find(MARK, folder.name), *strays})
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _identify(pid: int) -> Process | None:
+    try:
+        return identify(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()  # a zombie's is empty
+    except OSError:
+        return b""
 
 
 def write_pid(folder: Path, process: Process) -> None:

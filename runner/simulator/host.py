@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from runner.simulator import container
-from runner.supervise.process import Process, end_all, find, identify, kill
+from runner.supervise.process import Process, end_all, identify, kill
 
 KILLED: Final = 137
 WORKSPACE: Final = PurePosixPath("/workspace")  # what a server's disk is called in requests
@@ -59,7 +59,13 @@ class Host:
         argv = (sys.executable, "-I", str(Path(container.__file__).resolve()), str(folder))
         with (folder / "container.log").open("ab") as log:
             child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True
+                argv,
+                env=os.environ | {container.MARK: folder.name},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock,),
+                start_new_session=True,
             )
         self._children.append(child)
         container.write_pid(folder, identify(child.pid))  # a stop may come before it has begun
@@ -81,7 +87,7 @@ class Host:
 
     def exit_code(self, server_id: str, number: int) -> int:
         """The exit of the container that does not run any more; its strays are ended."""
-        end_all(lambda: find(container.MARK, server_id), timeout_s=10.0)
+        end_all(lambda: container.members(self._servers / server_id), timeout_s=10.0)
         fields = _read(self._servers / server_id / "exit.json")
         return int(fields["code"]) if fields.get("number") == number else KILLED
 
@@ -96,7 +102,7 @@ class Host:
         fields = _read(self._servers / server_id / "pid.json")
         with suppress(KeyError):
             kill([Process(fields["pid"], fields["started"])], signal.SIGKILL)
-        end_all(lambda: find(container.MARK, server_id), timeout_s=10.0)
+        end_all(lambda: container.members(self._servers / server_id), timeout_s=10.0)
         with suppress(FileNotFoundError):  # the whole folder may be gone
             container.write_durably(self._servers / server_id / "exit.json", {"number": number, "code": code})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,11 @@ IGNORES_TERM = python(
 
 def _alive(server: str) -> bool:
     return bool(find("VRAMFARM_SERVER_ID", server))
+
+
+def _lives(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_process_is_told_who_it_is(house: Farmhouse):
@@ -180,16 +187,30 @@ def test_a_folder_outside_the_disk_is_not_saved(house: Farmhouse):
     house.stop(server)
 
 
-def test_strays_end_with_their_container(house: Farmhouse):
+@pytest.mark.parametrize("victim", ["process", "pid 1"])
+def test_strays_end_with_their_container(house: Farmhouse, victim):
     """
-    As in a namespace: no process of the server outlives its first one.
+    As in a namespace: no process of the server outlives its first one, whatever its environment.
     """
-    program = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True); print('up')"
+    program = (
+        "import os, subprocess, time\n"
+        f"bare = subprocess.Popen({SLEEP!r}, start_new_session=True, env={{'PATH': os.environ['PATH']}})\n"
+        f"marked = subprocess.Popen({SLEEP!r}, start_new_session=True, env={{'RUN': os.getcwd() + '/run'}})\n"
+        "print(os.getpid(), marked.pid, bare.pid, flush=True); time.sleep(600)"
+    )
     server = house.rent(python(program))
+    house.wait(server, lambda _: house.log(server).endswith("\n"))
+    process, marked, bare = map(int, house.log(server).split())
+    pid_1 = json.loads((house.disk(server).parent / "pid.json").read_text())["pid"]
+
+    os.kill(process if victim == "process" else pid_1, signal.SIGKILL)
 
     house.wait_exited(server)
-
-    assert not _alive(server)
+    left = [pid for pid in (process, marked, bare) if _lives(pid)]
+    bare_ones = [bare] if victim == "pid 1" else []  # without a namespace nothing leads to that one any more
+    assert bare_ones == left
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     house.stop(server)
 
 
