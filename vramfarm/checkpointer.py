@@ -78,7 +78,12 @@ class Checkpointer:
         self._finished = False
         self._told = (0, 0)
         self.last_micro_batch = True
-        self.restored = self._resume(env, wanted.resume)
+        try:
+            self.restored = self._resume(env, wanted.resume)
+        except BaseException:
+            if self._world.rank == 0 and not run.is_supervised(env):
+                page.path.unlink(missing_ok=True)  # there is no saver to do it
+            raise
         self._begin()
 
     # ------------------------------------------------------------------ what a script uses
@@ -146,6 +151,7 @@ class Checkpointer:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
+        atexit.unregister(self._seat.wait)
         self._tell()
 
     # ------------------------------------------------------------------------------- steps
@@ -312,6 +318,8 @@ class Checkpointer:
                     f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
                 )
             self._say(f"{problems[0]}; set aside, trying an older one")
+        if choice.resume is None:
+            self._collect()  # refuse now what cannot be saved; there is no optimizer state yet, and none is made
         self._start_saver(env, choice)
         if choice.resume is None:
             self._say("starting at step 0" + (" (resume: never)" if resume == "never" and not supervised else ""))
@@ -412,8 +420,6 @@ class Checkpointer:
             self._seat.tend()
 
     def _begin(self) -> None:
-        if self.restored is None:
-            self._collect()  # refuse now what cannot be saved; there is no optimizer state yet, and none is made
         for _, optimizer in self._optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)

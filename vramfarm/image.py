@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -117,9 +117,16 @@ def parse_header(header: bytes, size: int) -> tuple[Placed, ...]:
 
 
 def _parse(key: str, entry: Mapping[str, Any], sharding: Mapping[str, Any], start: int) -> Placed:
-    shape = tuple(int(n) for n in entry["shape"])
-    offsets = tuple(int(n) for n in sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
-    begin, end = (int(n) for n in entry["data_offsets"])
-    if len(offsets) != len(shape) or min((*shape, *offsets, begin), default=0) < 0:
-        raise ImageError(f"{key}: shape {shape} at {offsets} is no box")
-    return Placed(Box(key, str(entry["dtype"]), shape, offsets), start + begin, start + end)
+    shape = _whole(entry["shape"])
+    offsets = _whole(sharding.get(key, {}).get("saved_offsets", [0] * len(shape)))
+    begin, end = _whole(entry["data_offsets"])
+    dtype = entry["dtype"]
+    if dtype not in ITEM_BYTES or len(offsets) != len(shape):
+        raise ImageError(f"{key}: {dtype} {shape} at {offsets} is no box")
+    return Placed(Box(key, dtype, shape, offsets), start + begin, start + end)
+
+
+def _whole(numbers: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ImageError(f"expected whole numbers, got {str(numbers)[:80]}")
+    return tuple(numbers)

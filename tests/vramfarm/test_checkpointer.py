@@ -1,0 +1,374 @@
+"""The library in one process: what is saved comes back, and what does not fit is said."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import DataLoader, TensorDataset
+
+from vramfarm import Checkpointer, folder, protocol
+from vramfarm.run import ResumeError
+from vramfarm.typed import StateError
+
+SCRIPT = Path(__file__).parent / "train_small.py"
+
+
+def train(tmp_path, steps, *, model=None, optimizer_of=None, name="checkpoints", hook=None, **more):
+    """Train a little and end; return what was trained."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = (optimizer_of or (lambda m: torch.optim.AdamW(m.parameters(), lr=0.01)))(model)
+    loader = DataLoader(TensorDataset(torch.arange(40).float().reshape(10, 4).sin()), batch_size=2, shuffle=True)
+    ckpt = Checkpointer(model, optimizer, loader=loader, dir=tmp_path / name, **more)
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    for step, (batch,) in ckpt.steps(loader, max_steps=steps):
+        model(batch).square().mean().backward()
+        for one in several:
+            one.step()
+            one.zero_grad()
+        if hook:
+            hook(step, ckpt)
+    return model, optimizer, ckpt
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def newest(tmp_path, name="checkpoints"):
+    return folder.committed(tmp_path / name)[0]
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_disturbed(tmp_path, capsys):
+    """
+    Weights, optimizer, scheduler, average and random numbers go on bit by bit.
+    """
+
+    def run(name, *stops):
+        for stop in stops:
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+            average = torch.optim.swa_utils.AveragedModel(model)
+            optimizer = torch.optim.Adam(
+                [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1}], lr=0.01
+            )
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7])
+            loader = DataLoader(
+                TensorDataset(torch.arange(40).float().reshape(10, 4).sin()), batch_size=3, shuffle=True
+            )
+            ckpt = Checkpointer(model, optimizer, scheduler=scheduler, ema=average, loader=loader, dir=tmp_path / name)
+            for _, (batch,) in ckpt.steps(max_steps=stop, accumulate=2):
+                model(batch).square().mean().backward()
+                if ckpt.last_micro_batch:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                    average.update_parameters(model)
+        return [thing.state_dict() for thing in (model, average, optimizer, scheduler)]
+
+    assert same(run("whole", 11), run("parts", 2, 5, 11))
+    said = capsys.readouterr().err
+    assert (
+        "restored: model (4 tensors), ema (5 tensors), optimizer, scheduler, random numbers, data position (epoch 2"
+        in said
+    )
+
+
+def test_a_fresh_start_makes_no_fake_step(tmp_path):
+    """
+    Reading optimizer state before the first step would make torch step once: the curve would differ.
+    """
+    steps = []
+    train(
+        tmp_path,
+        2,
+        hook=lambda step, ckpt: steps.append(ckpt._optimizers[0][1].state_dict()["state"][0]["step"].item()),
+    )
+
+    assert [1.0, 2.0] == steps
+
+
+def test_the_state_keeps_its_precision(tmp_path):
+    """
+    torch would cast fp32 state of bf16 weights down while loading; we do not.
+    """
+
+    class KeepsMore(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["master"] = p.detach().float() + 1e-5
+
+    def optimizer_of(model):
+        return KeepsMore(model.parameters(), lr=0.1, momentum=0.9)
+
+    model = nn.Linear(4, 2).bfloat16()
+    optimizer = optimizer_of(model)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path / "c")
+    model(torch.ones(1, 4).bfloat16()).sum().backward()
+    optimizer.step()
+    ckpt.step()
+    ckpt.finish()
+    again = nn.Linear(4, 2).bfloat16()
+    restored = optimizer_of(again)
+    Checkpointer(again, restored, dir=tmp_path / "c").finish()
+
+    assert same(optimizer.state_dict(), restored.state_dict())
+    assert torch.float32 == restored.state[again.weight]["master"].dtype
+
+
+def test_several_optimizers(tmp_path):
+    """
+    Each has its own state, though both know the same model.
+    """
+
+    def optimizers_of(model):
+        return [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model[3].parameters())]
+
+    _, first, _ = train(tmp_path, 3, optimizer_of=optimizers_of)
+    _, second, _ = train(tmp_path, 3, optimizer_of=optimizers_of)
+
+    assert same([o.state_dict() for o in first], [o.state_dict() for o in second])
+
+
+def test_wrappers_do_not_change_names(tmp_path):
+    """
+    Saved compiled and with activation checkpoints, loaded plain.
+    """
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    wrapped = nn.Sequential(checkpoint_wrapper(torch.compile(inner[0], backend="eager")), inner[1])
+    first, _, _ = train(tmp_path, 2, model=torch.compile(wrapped, backend="eager"))
+    second, _, _ = train(tmp_path, 2, model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path):
+    """
+    Missing, unexpected and differing tensors are listed, and the checkpoint stays where it is.
+    """
+    train(tmp_path, 1)
+    other = nn.Sequential(nn.Linear(4, 9), nn.Identity(), nn.Identity(), nn.Linear(9, 2), nn.Linear(2, 2))
+
+    with pytest.raises(StateError) as caught:
+        train(tmp_path, 2, model=other)
+
+    text = str(caught.value)
+    assert "model.0.weight: expected (9, 4) torch.float32, the checkpoint has (8, 4) torch.float32" in text
+    assert "model.1.running_mean: in the checkpoint, not in the model" in text
+    assert "model.4.weight: not in the checkpoint" in text
+    assert 1 == len(folder.committed(tmp_path / "checkpoints"))
+
+
+def test_what_was_not_saved_or_not_asked_for_is_said(tmp_path, capsys):
+    """
+    A new object starts afresh and one that is gone is left out; neither silently.
+    """
+    train(tmp_path, 1, old=torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)))
+    train(tmp_path, 1, new=torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1)))
+
+    said = capsys.readouterr().err
+    assert "not restored: new: not in the checkpoint, starts afresh" in said
+    assert "not restored: old: in the checkpoint, but not given to Checkpointer" in said
+
+
+def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path):
+    """
+    Not at the first save, when an hour is gone.
+    """
+
+    class Odd:
+        def state_dict(self):
+            return {"f": object()}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(StateError, match=r"odd\.f: cannot be saved without pickle"):
+        train(tmp_path, 1, odd=Odd())
+
+
+def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys):
+    """
+    A flipped bit costs one checkpoint, not the run, and a human finds the evidence.
+    """
+    train(tmp_path, 2)
+    train(tmp_path, 4)
+    bad = newest(tmp_path)
+    path = bad.path / bad.manifest.shards[0].path
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
+
+    _, _, ckpt = train(tmp_path, 4)
+
+    assert "step-00000002" == ckpt.restored[:13]
+    assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
+    assert 4 == newest(tmp_path).manifest.step
+    assert "set aside" in capsys.readouterr().err
+
+
+def test_nothing_usable_is_no_reason_to_start_over(tmp_path):
+    """
+    A run whose checkpoints are all broken says so; only the word `never` starts at step 0, as a new lineage.
+    """
+    train(tmp_path, 2)
+    name = newest(tmp_path).path
+    (name / protocol.MANIFEST).write_bytes(b"{")
+
+    with pytest.raises(ResumeError, match=f"(?s)resume=.never.*{name.name}: MANIFEST.json: not JSON"):
+        train(tmp_path, 3)
+    _, _, ckpt = train(tmp_path, 1, resume="never")
+
+    assert (None, 1) == (ckpt.restored, newest(tmp_path).manifest.step)
+
+
+def test_going_back_begins_a_new_lineage(tmp_path):
+    """
+    After a roll-back, the newest is what was made since, though an older future has higher steps.
+    """
+    train(tmp_path, 2)
+    back = newest(tmp_path).path
+    train(tmp_path, 9)
+
+    train(tmp_path, 3, resume=str(back))
+
+    assert (3, 1) == (newest(tmp_path).manifest.step, newest(tmp_path).manifest.lineage)
+    _, _, ckpt = train(tmp_path, 4)
+    assert "step-00000003" == ckpt.restored[:13]
+
+
+def test_a_break_after_the_optimizers_step_counts_it(tmp_path):
+    """
+    The final state is saved under the number of steps that made it.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(10, 4)), batch_size=1)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path / "c")
+    for step, (batch,) in ckpt.steps(loader):
+        model(batch).sum().backward()
+        if step == 5:
+            break  # before the optimizer
+        optimizer.step()
+        if step == 4:
+            continue
+    ckpt.finish()
+
+    assert 5 == newest(tmp_path, "c").manifest.step
+
+
+def test_step_and_steps_do_not_mix(tmp_path):
+    """
+    Counting twice would be silent; it is refused.
+    """
+    with pytest.raises(RuntimeError, match="counts the steps by itself"):
+        train(tmp_path, 2, hook=lambda step, ckpt: ckpt.step())
+
+
+def test_an_asked_for_save_comes_and_can_be_waited_for(tmp_path):
+    """
+    save() asks, wait() waits, in the middle of training.
+    """
+    committed = []
+
+    def hook(step, ckpt):
+        if step == 2:
+            ckpt.save()
+        time.sleep(0.05)
+        if ckpt._seat.is_pending():
+            assert ckpt.wait(10)
+            committed.append(newest(tmp_path).manifest.reason)
+
+    train(tmp_path, 12, hook=hook)
+
+    assert {"asked"} >= set(committed)
+    assert ["final", "asked"] == [s.manifest.reason for s in folder.committed(tmp_path / "checkpoints")]
+
+
+def test_a_step_costs_microseconds(tmp_path):
+    """
+    Without a save, step() is a few stores: less than 20 µs.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path / "c")
+    best = 1.0
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(2000):
+            ckpt.step()
+        best = min(best, (time.perf_counter() - started) / 2000)
+    print(f"step(): {best * 1e6:.1f} µs")
+    ckpt.finish()
+
+    assert best < 20e-6
+
+
+def test_the_training_scripts_end_is_not_held_up_by_its_crash(tmp_path):
+    """
+    An exception propagates at once, and the saver ends with the process.
+    """
+    code = (
+        "import torch\nfrom vramfarm import Checkpointer\nckpt = Checkpointer(torch.nn.Linear(1, 1))\n"
+        "ckpt.step()\nprint(ckpt._seat.page[2])\nraise ValueError('mine')"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (1, True) == (done.returncode, "ValueError: mine" in done.stderr)
+    assert time.monotonic() - started < 30
+    deadline = time.monotonic() + 5
+    while list(Path("/dev/shm").glob("vramfarm-*")) and any(_is_of(p, tmp_path) for p in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_of(process, folder):
+    try:
+        return str(folder) in str((process / "cwd").readlink())
+    except OSError:
+        return False
+
+
+def test_the_library_is_imported_without_torch_by_those_who_have_none():
+    """
+    The supervisor and the saver import the package; torch stays out.
+    """
+    code = "import sys, vramfarm, vramfarm.protocol, vramfarm.seat, vramfarm.folder, vramfarm.saver; print('torch' in sys.modules)"
+
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert "False" == out.strip()
+
+
+def test_an_interrupted_process_goes_on_bit_by_bit(tmp_path):
+    """
+    A real script, killed and started again, writes the same losses as one that was not.
+    """
+    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
+
+    def run(name, *arguments):
+        (tmp_path / name).mkdir(exist_ok=True)
+        argv = (sys.executable, str(SCRIPT), "compile", "25", "out", *arguments)
+        subprocess.run(argv, cwd=tmp_path / name, env=env, check=True, timeout=60, stderr=subprocess.DEVNULL)
+        return [json.loads(line) for line in io.StringIO((tmp_path / name / "out.0").read_text())]
+
+    run("parts", "--stop-after", "11")
+
+    assert run("whole") == run("parts")

@@ -1,0 +1,205 @@
+"""Where we are in the data: exact for any number of ranks, workers and resumes."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from vramfarm import data
+from vramfarm.data import GlobalBatches, Position, Saved, World
+
+
+def epoch_of(length, batch_size, plan, *, epoch=0, drop_last=False, shuffle=True):
+    """Go through one epoch; `plan` says after how many batches which number of ranks goes on."""
+    seen, cursor = [], 0
+    for world_size, num_batches in plan:
+        ranks = [
+            GlobalBatches(length, batch_size, World(r, world_size), shuffle=shuffle, seed=3, drop_last=drop_last)
+            for r in range(world_size)
+        ]
+        for rank in ranks:
+            rank.seek(epoch, cursor)
+        for parts in itertools.islice(zip(*ranks, strict=True), num_batches):
+            assert 1 == len({len(part) for part in parts})  # all ranks have equally many
+            seen += [index for row in zip(*parts, strict=True) for index in row]
+            cursor += ranks[0].samples_at(cursor)
+    return seen, cursor
+
+
+PLANS = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), max_size=4)
+
+
+@given(st.integers(1, 200), st.integers(1, 7), PLANS)
+@settings(deadline=None)
+def test_an_epoch_is_the_same_however_often_and_with_however_many_ranks_it_is_resumed(length, batch_size, plan):
+    """
+    Every sample once, in one order; only a last short batch may use the epoch's first samples again.
+    """
+    seen, cursor = epoch_of(length, batch_size, [*plan, (1, 10**6)])
+    whole, _ = epoch_of(length, batch_size, [(1, 10**6)])
+
+    assert whole[: min(length, len(seen))] == seen[: min(length, len(seen))][:length]
+    assert list(range(length)) == sorted(whole)
+    assert length == cursor
+
+
+@given(st.integers(1, 200), st.integers(1, 7), st.integers(1, 8))
+@settings(deadline=None)
+def test_the_end_of_an_epoch_is_shared_evenly_or_left_out(length, batch_size, world_size):
+    """
+    Without drop_last nothing is missing; with it only whole global batches are used.
+    """
+    everything, _ = epoch_of(length, batch_size, [(world_size, 10**6)])
+    whole_batches, _ = epoch_of(length, batch_size, [(world_size, 10**6)], drop_last=True)
+
+    assert set(range(length)) == set(everything)
+    assert length <= len(everything) < length + world_size
+    assert length - length % (batch_size * world_size) == len(whole_batches)
+
+
+def test_each_epoch_has_another_order():
+    """
+    The order depends on the seed and the epoch only.
+    """
+    first, second = (epoch_of(50, 5, [(2, 99)], epoch=e)[0] for e in (0, 1))
+
+    assert first != second
+    assert first == epoch_of(50, 5, [(2, 99)], epoch=0)[0]
+    assert list(range(50)) == epoch_of(50, 5, [(2, 99)], shuffle=False)[0]
+
+
+def through(feed, position, num_batches):
+    """Consume batches as the Checkpointer does, over epochs."""
+    seen = []
+    while len(seen) < num_batches:
+        for batch in feed.rest_of_epoch(position):
+            samples = feed.count(batch, position)
+            seen.append(batch[0].tolist())
+            position.advance(samples)
+            if len(seen) == num_batches:
+                return seen
+        position.next_epoch()
+    return seen
+
+
+def numbers(length=23):
+    return TensorDataset(torch.arange(length))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_goes_on_in_the_middle_of_an_epoch(workers):
+    """
+    Workers prefetch; what counts is what was consumed.
+    """
+    loader = DataLoader(numbers(), batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    world = World(1, 2)
+    undisturbed = through(data.feed(loader, world, 0, None), Position(), 11)
+    position = Position()
+    before = through(data.feed(loader, world, 0, None), position, 8)
+
+    resumed = data.feed(loader, world, 0, Saved(position, 2))
+
+    assert undisturbed == before + through(resumed, Position(**position.dump()), 3)
+    assert (1, 8, 2, 31) == (position.epoch, position.cursor, position.batches, position.samples)
+
+
+def test_ranks_see_other_data_even_without_a_distributed_sampler():
+    """
+    A loader that only shuffles is shared among the ranks all the same.
+    """
+    loader = DataLoader(numbers(24), batch_size=2, shuffle=True)
+
+    parts = [itertools.chain(*through(data.feed(loader, World(r, 3), 0, None), Position(), 4)) for r in range(3)]
+
+    assert list(range(24)) == sorted(itertools.chain(*parts))
+
+
+def test_a_distributed_sampler_is_replaced():
+    """
+    Its own position cannot be set, and its order depends on the number of ranks.
+    """
+    sampler = DistributedSampler(numbers(24), num_replicas=3, rank=1, shuffle=True)
+    loader = DataLoader(numbers(24), batch_size=2, sampler=sampler)
+
+    feed = data.feed(loader, World(1, 3), 0, None)
+
+    assert isinstance(feed, data.GlobalFeed)
+    assert 4 == feed.num_batches(Position(), 1)
+
+
+def test_drawing_an_epoch_leaves_the_scripts_random_numbers_alone():
+    """
+    Else a run that resumes in an epoch would go on with other numbers than one that does not.
+    """
+    for loader in (
+        DataLoader(numbers(), batch_size=2, shuffle=True),
+        DataLoader(numbers(), batch_size=2, sampler=[3, 1, 2]),
+    ):
+        torch.manual_seed(5)
+        through(data.feed(loader, World(0, 1), 0, None), Position(), 2)
+        assert 5 == torch.initial_seed()
+        after = torch.rand(1)
+        torch.manual_seed(5)
+        assert after == torch.rand(1)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(20))
+
+
+def test_a_stream_is_gone_through_again():
+    """
+    What cannot begin in the middle skips what was consumed, by all ranks together.
+    """
+    loader = DataLoader(Stream(), batch_size=2)
+    position = Position()
+    take = itertools.islice(data.feed(loader, World(0, 2), 0, None).rest_of_epoch(position), 2)
+    for batch in take:
+        position.advance(data.batch_length(batch) * 2)
+
+    same = data.feed(loader, World(0, 2), 0, Saved(position, 2))
+    fewer = data.feed(loader, World(0, 1), 0, Saved(position, 2))
+
+    assert [4, 5] == next(same.rest_of_epoch(Position(**position.dump()))).tolist()
+    assert [8, 9] == next(fewer.rest_of_epoch(Position(**position.dump()))).tolist()
+    assert "skipping" in same.note
+
+
+class Stateful:
+    """As torchdata's StatefulDataLoader: knows by itself where it is."""
+
+    def __init__(self):
+        self.at = 0
+        self.resume_at = None
+
+    def __iter__(self):
+        self.at, self.resume_at = self.resume_at or 0, None
+        while self.at < 10:
+            self.at += 1
+            yield torch.tensor([self.at])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.resume_at = state["at"]
+
+
+def test_a_loader_with_a_state_of_its_own_keeps_it():
+    """
+    Its state is restored for the same number of ranks; else it is gone through by batches.
+    """
+    feed, position = data.feed(Stateful(), World(0, 1), 0, None), Position()
+    for batch in itertools.islice(feed.rest_of_epoch(position), 3):
+        position.advance(feed.count(batch, position))
+
+    same = data.feed(Stateful(), World(0, 1), 0, Saved(position, 1, feed.state()))
+    other = data.feed(Stateful(), World(0, 2), 0, Saved(position, 1, None))
+
+    assert 4 == next(same.rest_of_epoch(Position(**position.dump()))).item()
+    assert 2 == next(other.rest_of_epoch(Position(**position.dump()))).item()
+    assert ("own state", "another number of ranks") == (same.note[-9:], other.note[-23:])

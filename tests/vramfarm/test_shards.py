@@ -1,0 +1,206 @@
+"""The shards: readable by others, verified by us, each byte with one writer."""
+
+import json
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from vramfarm import folder, image, protocol, saver, staging
+from vramfarm.image import Box, ImageError
+from vramfarm.loading import DamagedError, Reader
+from vramfarm.staging import Piece, piece_of
+from vramfarm.typed import StateError
+
+TENSORS = {
+    "w": torch.arange(15, dtype=torch.float32).reshape(5, 3),
+    "half": torch.ones(7, dtype=torch.bfloat16),
+    "step": torch.tensor(3.0),
+    "count": torch.tensor(2**40),
+    "mask": torch.tensor([True, False, True]),
+    "empty": torch.zeros(0, 4),
+    "bytes": torch.arange(11, dtype=torch.uint8),
+    "strided": torch.arange(12, dtype=torch.float64).reshape(3, 4).t(),
+}
+
+
+def write(directory, tensors, world_size, *, rows=("w",)):
+    """Write a checkpoint as `world_size` ranks would: `rows` are sharded, the rest is replicated."""
+    temporary = directory / ".tmp-x"
+    temporary.mkdir(parents=True)
+    shards = []
+    for rank in range(world_size):
+        pieces = staging.choose([_piece(k, t, rank, world_size, sharded=k in rows) for k, t in tensors.items()])
+        shard = staging.lay_out(pieces)
+        memory = memoryview(bytearray(shard.size_bytes))
+        staging.fill(memory, shard, pieces)
+        shards.append(saver.write_shard(temporary / protocol.shard_name(rank, world_size), memory))
+    manifest = protocol.Manifest("job", 0, 5, "0123abcd", 1, world_size, "", "crc32", tuple(shards))
+    return folder.read(folder.commit(temporary, manifest))
+
+
+def _piece(key, tensor, rank, world_size, *, sharded):
+    if not sharded:
+        return piece_of(key, tensor, rank=rank, world_size=world_size, spread=True)
+    per = -(-tensor.shape[0] // world_size)
+    local = tensor[rank * per : (rank + 1) * per]
+    offset = min(rank * per, tensor.shape[0])
+    box = Box(key, staging.DTYPES[tensor.dtype], tuple(local.shape), (offset, *(0,) * (tensor.dim() - 1)))
+    return Piece(box, local, tuple(tensor.shape))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_any_rank_count_reads_what_any_wrote(tmp_path, world_size):
+    """
+    Whole tensors and any box of them come back bit by bit, empty shards or not.
+    """
+    reader = Reader(write(tmp_path, TENSORS, world_size))
+
+    assert set(TENSORS) == set(reader.keys)
+    for key, tensor in TENSORS.items():
+        assert (tuple(tensor.shape), tensor.dtype) == (reader.shape(key), reader.dtype(key))
+        assert torch.equal(tensor, reader.read(key))
+    box = torch.zeros(3, 2)
+    reader.read_into("w", box, (2, 1))
+    assert torch.equal(TENSORS["w"][2:5, 1:3], box)
+
+
+def test_safetensors_opens_a_shard(tmp_path):
+    """
+    Any safetensors reader opens our files.
+    """
+    stored = write(tmp_path, TENSORS, 1)
+
+    with safe_open(stored.path / stored.manifest.shards[0].path, "pt") as file:
+        assert set(TENSORS) == set(file.keys())
+        assert all(torch.equal(tensor, file.get_tensor(key)) for key, tensor in TENSORS.items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that there is no process group
+def test_torch_reshards_our_files(tmp_path):
+    """
+    torch's own reader loads a checkpoint of 4 ranks in one process.
+    """
+    stored = write(tmp_path, TENSORS, 4)
+    wanted = {
+        key: torch.zeros_like(t, memory_format=torch.contiguous_format) for key, t in TENSORS.items() if t.numel()
+    }
+
+    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(stored.path)), no_dist=True)
+
+    assert all(torch.equal(TENSORS[key], tensor) for key, tensor in wanted.items())
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=20), st.integers(1, 8))
+@settings(deadline=None)
+def test_each_replicated_tensor_has_one_writer_and_the_work_is_shared(sizes, world_size):
+    """
+    All ranks choose alike without talking; no rank has more than its share and one tensor.
+    """
+    tensors = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    chosen = [
+        staging.choose([piece_of(k, t, rank=r, world_size=world_size, spread=True) for k, t in tensors.items()])
+        for r in range(world_size)
+    ]
+    loads = [sum(piece.local.numel() for piece in pieces) for pieces in chosen]
+
+    assert sorted(tensors) == sorted(piece.box.key for pieces in chosen for piece in pieces)
+    assert max(loads) <= sum(sizes) / world_size + max(sizes)
+
+
+@pytest.mark.parametrize("at", ["header", "tensor"])
+def test_a_flipped_bit_is_found(tmp_path, at):
+    """
+    One bit anywhere, and the checkpoint is damaged, not loaded.
+    """
+    stored = write(tmp_path, TENSORS, 1)
+    path = stored.path / stored.manifest.shards[0].path
+    raw = bytearray(path.read_bytes())
+    raw[20 if at == "header" else -1] ^= 1
+    path.write_bytes(raw)
+
+    with pytest.raises(DamagedError, match="expected checksum"):
+        [Reader(stored).read(key) for key in TENSORS]
+
+
+def test_only_what_is_read_is_verified(tmp_path):
+    """
+    A rank pays for its own part: damage elsewhere is another rank's to find.
+    """
+    chunk = protocol.CHUNK_BYTES
+    stored = write(
+        tmp_path, {"a": torch.zeros(chunk, dtype=torch.uint8), "b": torch.ones(2 * chunk, dtype=torch.uint8)}, 1
+    )
+    with (stored.path / stored.manifest.shards[0].path).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    reader = Reader(stored)
+
+    assert 0 == reader.read("a").sum()
+    with pytest.raises(DamagedError):
+        reader.read("b")
+
+
+def test_a_shard_of_another_size_is_no_checkpoint(tmp_path):
+    """
+    Sizes are compared before anything is opened.
+    """
+    stored = write(tmp_path, TENSORS, 2)
+    with (stored.path / stored.manifest.shards[1].path).open("ab") as file:
+        file.write(b"x")
+
+    assert [] == folder.committed(tmp_path)
+    assert "expected" in folder.broken(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.zeros(2, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.zeros(2, device="meta"), id="meta"),
+        pytest.param(torch.eye(2).to_sparse(), id="sparse"),
+    ],
+)
+def test_a_tensor_that_has_no_plain_bytes_is_refused_by_name(tensor):
+    """
+    The message names the key.
+    """
+    with pytest.raises(StateError, match=r"^model\.w: cannot be saved"):
+        piece_of("model.w", tensor, rank=0, world_size=1)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_header_are_refused(raw):
+    """
+    Whatever they are, there is one kind of error.
+    """
+    with pytest.raises(ImageError):
+        image.parse_header(raw[:8] + raw, len(raw))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]},
+    ],
+    ids=["short", "negative", "hole", "unknown type", "no shape", "beyond the file"],
+)
+def test_a_header_that_lies_is_refused(entry):
+    """
+    Boxes fit their bytes, back to back, to the end of the file; nothing else is believed.
+    """
+    raw = json.dumps({"w": entry}).encode()
+    header = struct.pack("<Q", len(raw)) + raw
+
+    with pytest.raises(ImageError):
+        image.parse_header(header, len(header) + 4)
