@@ -15,7 +15,7 @@ from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Head
 from runner.storage.offsite.file import FileStore
-from runner.storage.offsite.s3 import S3Store, _plan_parts, _Upload
+from runner.storage.offsite.s3 import S3Store, _plan_parts
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy
@@ -271,7 +271,7 @@ def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path):
     begun = client.create_multipart_upload(
         Bucket=BUCKET, Key=key, ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
     )
-    for number, content in ((1, LARGE[:CHUNK_BYTES]), (2, b"wrong" * 8), (4, b"tail")):
+    for number, content in ((1, LARGE[:CHUNK_BYTES]), (2, bytes(CHUNK_BYTES)), (4, b"tail")):
         client.upload_part(Bucket=BUCKET, Key=key, UploadId=begun["UploadId"], PartNumber=number, Body=content)
 
     s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
@@ -281,22 +281,35 @@ def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path):
     assert [] == client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix).get("Uploads", [])
 
 
-def test_a_lost_answer_to_the_completion_is_no_error(s3store, tmp_path):
+def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path):
     """
-    The server no longer knows the upload, but has the file, whole.
+    Then the server does not know the upload any more, but has the file, whole. If it has not, it is tried again.
     """
     shard = write(tmp_path / "shard", LARGE)
-    finished = []
-    s3store._client.meta.events.register(
-        "before-parameter-build.s3.CompleteMultipartUpload", lambda params, **_: finished.append(dict(params))
-    )
-    s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
-    (call,) = finished
-    etags = [part["ETag"] for part in call["MultipartUpload"]["Parts"]]
-    upload = _Upload(key="job/shard", id=call["UploadId"])
-    s3store._complete(upload, shard, _plan_parts(shard, 1), etags)
+    forgotten = s3store._begin_upload("job/shard")
+    s3server.client().abort_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/shard", UploadId=forgotten.id)
+    parts = _plan_parts(shard, 1)
 
-    assert Head(size_bytes=len(LARGE), crc32=crc32(LARGE)) == s3store.head("job/shard")
+    def complete():
+        with s3store._plain_words("job/shard"):
+            s3store._complete(forgotten, shard, parts, ["tag"] * len(parts))
+
+    with pytest.raises(OffsiteError, match="NoSuchUpload") as caught:
+        complete()
+    s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
+    complete()
+
+    assert not caught.value.final
+
+
+def test_keys_that_no_file_could_have_are_left_out(s3store, s3server):
+    """
+    They come from somebody else, and would be spelled in messages and paths.
+    """
+    s3store.put("job/good", b"")
+    s3server.client().put_object(Bucket=BUCKET, Key=f"{s3store._prefix}job/two\nlines", Body=b"")
+
+    assert ["job/good"] == [entry.key for entry in s3store.list("job/")]
 
 
 @pytest.mark.parametrize("num_cuts", [1, 3])

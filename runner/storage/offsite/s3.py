@@ -356,8 +356,6 @@ def _part(shard: Shard, number: int, first: int, num_chunks: int) -> _Part:
 
 def _is_same(there: Mapping[str, Any], part: _Part, body: bytes) -> bool:
     """Whether a part in the store is ours. Not every server tells the CRC32 of a part (SeaweedFS); all tell the MD5."""
-    if there["Size"] != part.size_bytes:
-        return False
     if there.get("ChecksumCRC32"):
         return bool(there["ChecksumCRC32"] == _encode(part.crc32))
     return bool(there["ETag"].strip('"') == hashlib.md5(body, usedforsecurity=False).hexdigest())
