@@ -80,7 +80,11 @@ class Guardian:
 
     def run(self) -> int:
         """Guard the run to its end; returns the exit code. On a rented server only after that is gone, or SIGTERM."""
-        end = self._watch()
+        try:
+            end = self._watch()
+        except Exception as error:  # noqa: BLE001  # a fault of ours must not leave a server on
+            log(f"a fault of the guardian: {error!r}")
+            end = End(code=UNEXPECTED, stop=not self._leaving, keep=self._armed.keep, reason="a fault of the guardian")
         if self._server is None or (end.code == LOCKED and not end.stop):
             return end.code
         if not end.stop:
@@ -255,18 +259,17 @@ class Guardian:
         log(f"the run ended with code {end.code}{reason}; the server is held for a look until {_show(until)}")
         log(f"{left.total_seconds() / 60:.0f} min left; touch {stop_file} to stop the server now")
         ends_mono = time.monotonic() + left.total_seconds()
-        while not (self._leaving or stop_file.exists()):
+        while not (self._leaving or os.path.exists(stop_file)):  # noqa: PTH110  # Path's raises when the disk is broken
             if is_due(until, datetime.now(UTC), ends_mono, time.monotonic()):
                 return
             self._sleep(self._waits.look)
 
     def _stop_server(self, server: Server, end: End) -> None:
         """Ask, read, ask again, until the provider says that the server is gone or SIGTERM ends us."""
-        provider = PROVIDERS[server.provider]
         kept = "the disk is thrown away" if end.keep is None else f"{end.keep} is kept"
         log(f"asking {server.provider} to stop {server.id}; {kept}")
         teller = _Teller(self._waits.repeat_log)
-        answer, tries, known = provider.read(server, self._env, self._send), 0, False
+        answer, tries, known = self._read(server), 0, False
         while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
             if known and answer.state is ServerState.GONE:
@@ -278,12 +281,20 @@ class Guardian:
                 if self._leaving:
                     return
             if answer.state is ServerState.STOPPING:
-                answer = provider.read(server, self._env, self._send)
+                answer = self._read(server)
                 if answer.state is ServerState.RUNNING:
                     log(f"{server.id} runs again ({answer.detail}): saving {end.keep} failed; asking again")
                 continue
-            answer = provider.stop(server, self._keep(end), end.code, self._env, self._send)
+            answer = self._ask(server, end)
             tries += 1
+
+    def _read(self, server: Server) -> Answer:
+        provider = PROVIDERS[server.provider]
+        return _safely(lambda: provider.read(server, self._env, self._send))
+
+    def _ask(self, server: Server, end: End) -> Answer:
+        provider = PROVIDERS[server.provider]
+        return _safely(lambda: provider.stop(server, self._keep(end), end.code, self._env, self._send))
 
     def _keep(self, end: End) -> Keep:
         """At the deadline the server stops even if its folder cannot be saved."""
@@ -403,6 +414,14 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _safely(call: Callable[[], Answer]) -> Answer:
+    """Providers do not raise; should one do, we know nothing, and go on asking."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001  # as above
+        return Answer(ServerState.UNKNOWN, f"a fault of the provider's module: {error!r}")
 
 
 def _progress(server: Server, answer: Answer) -> str:

@@ -327,6 +327,29 @@ def test_a_server_that_the_provider_never_knew_is_not_gone(house: Farmhouse, at_
     assert 0 == guardian.wait(20)
 
 
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"VRAMFARM_SERVER_ID": "srv_\n\r x", "VRAMFARM_API_URL": "http://127.0.0.1:9", "VRAMFARM_API_KEY": "k"},
+        {"VRAMFARM_SERVER_ID": "srv_1", "VRAMFARM_API_URL": "http://[", "VRAMFARM_API_KEY": "k"},
+        {"VRAMFARM_SERVER_ID": "srv_1", "VRAMFARM_API_URL": "http://127.0.0.1:9", "VRAMFARM_API_KEY": "k\n\u20ac"},
+        {"VRAMFARM_SERVER_ID": "srv_1"},
+    ],
+    ids=["id", "address", "key", "neither address nor key"],
+)
+def test_an_environment_that_makes_no_sense_is_said_and_borne(at_home, env):
+    """
+    The guardian does not die of it, and does not take the server for gone.
+    """
+    guardian = at_home(DONE, **env)
+    while "not stopped yet" not in guardian.stderr.readline():
+        assert guardian.poll() is None
+
+    guardian.terminate()
+
+    assert 0 == guardian.wait(20)
+
+
 def test_the_guardian_is_small(house: Farmhouse, rent):
     """
     It must survive when memory is short.

@@ -130,6 +130,18 @@ def test_nobody_there_is_an_answer_of_status_0():
     assert [0] * 4 == [reply.status for reply in replies]
 
 
+def test_a_key_that_cannot_be_sent_is_not_told():
+    """
+    The answer goes into logs.
+    """
+    send = make_send(2.0)
+
+    replies = [send("GET", "http://127.0.0.1:9", headers={"Authorization": f"Bearer secret{c}x"}) for c in "\n\u20ac"]
+
+    assert [0, 0] == [reply.status for reply in replies]
+    assert not any(b"secret" in reply.body for reply in replies)
+
+
 def test_a_redirect_is_not_followed():
     """
     The key would go to an address that nobody named.

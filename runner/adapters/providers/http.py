@@ -41,8 +41,10 @@ def make_send(timeout_s: float = 10.0) -> Send:
             opener = direct if urlsplit(url).hostname in _LOOPBACK else outside
             request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)  # noqa: S310
             return _exchange(opener, request, timeout_s)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:
             return Reply(0, f"no answer from {url}: {_reason(error)}".encode())
+        except ValueError:  # its text repeats headers, and so the key
+            return Reply(0, f"no answer from {url}: the address or the key has characters that cannot be sent".encode())
 
     return send
 

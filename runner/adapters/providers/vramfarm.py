@@ -73,7 +73,7 @@ def _call(method: str, path: str, wish: dict[str, Any] | None, env: Mapping[str,
     missing = [name for name in (_URL, KEY) if not env.get(name)]
     if missing:
         return Reply(0, f"{' and '.join(missing)} not set: expected the address of the API and a key".encode())
-    headers = {"Authorization": f"Bearer {env[KEY]}", "Accept": "application/json"}
+    headers = {"Authorization": f"Bearer {env[KEY].strip()}", "Accept": "application/json"}
     body = None if wish is None else json.dumps(wish).encode()
     if body is not None:
         headers["Content-Type"] = "application/json"
