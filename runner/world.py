@@ -27,6 +27,7 @@ from runner.facts import (
     Checkpoint,
     Conclusion,
     Exit,
+    Failed,
     Finished,
     History,
     Observed,
@@ -368,7 +369,7 @@ class _StoreView:
                 continue
             if isinstance(state, Finished):
                 self._finished(kind, state, self._known.get(kind))
-            elif state is not None and kind is TaskKind.RESTORE and getattr(state, "final", False):
+            elif isinstance(state, Failed) and kind is TaskKind.RESTORE and state.damaged:
                 self.unusable.add(state.subject)
             self._known[kind] = state
 

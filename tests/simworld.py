@@ -63,6 +63,7 @@ class Elsewhere:
     deaf: bool = False  # the ranks never answer an interrupt
     damaged_there: set[int] = field(default_factory=set)  # steps whose offsite copy does not restore
     setup_fails: bool = False
+    disk_full: bool = False
 
     def is_down(self) -> bool:
         return self.store_down is not None and self.store_down[0] <= self.now < self.store_down[1]
@@ -163,7 +164,7 @@ class SimWorld:
         count, since = self._failures[kind]
         since = since or self.elsewhere.now
         self._failures[kind] = (count + 1, since)
-        if kind is TaskKind.RESTORE and final:
+        if kind is TaskKind.RESTORE and final and error == "checksum mismatch":
             self.unusable.add(state.subject)
         return Failed(
             subject=state.subject, at=self.elsewhere.now, error=error, final=final, failures=count + 1, since=since
@@ -180,6 +181,8 @@ class SimWorld:
         (ref,) = (ref for ref in self.elsewhere.store if ref.name == name)
         if ref.step in self.elsewhere.damaged_there:
             return "checksum mismatch"
+        if self.elsewhere.disk_full:
+            return "not enough room"
         self._save(ref)
         return ""
 

@@ -246,7 +246,8 @@ def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
     if plan.remove:
         return Prune(plan.remove[0])
-    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last:
+    uploading = isinstance(seen.tasks.get(TaskKind.UPLOAD), Running)  # its shards have no manifest yet
+    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not uploading:
         return _begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
     return None
 
@@ -386,8 +387,21 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
             case Retry():
                 pass
     if isinstance(plan, Fetch):
-        return _begin(TaskKind.RESTORE, plan.ref.name, seen) or Wait()
+        return _fetch(job, seen, plan.ref)
     return _launch(job, history, seen, plan, floor)
+
+
+def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:
+    """
+    Bring it back. A damaged copy shows as `unusable` and the next older one is planned; a full
+    disk or a store that refuses is no reason to train from an older one.
+    """
+    state = seen.tasks.get(TaskKind.RESTORE)
+    if isinstance(state, Failed) and state.subject == ref.name:
+        if state.final or seen.now >= (state.since or state.at) + STORE_PATIENCE:
+            return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
+        return _begin(TaskKind.RESTORE, ref.name, seen) or Wait(retry_at(state))
+    return _begin(TaskKind.RESTORE, ref.name, seen) or Wait()
 
 
 def _launch(job: Job, history: History, seen: Observed, plan: From, floor: int | None) -> Action:

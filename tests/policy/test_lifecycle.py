@@ -417,3 +417,18 @@ def test_a_refusal_is_looked_at_again(tmp_path):
     elsewhere.store_refuses = False
 
     assert 0 == boot(JOB, tmp_path / "job", elsewhere)[0].code
+
+
+def test_no_room_to_restore_is_no_reason_to_roll_back(tmp_path):
+    """
+    A disk that cannot hold the newest checkpoint ends with code 4, not with older weights.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    elsewhere.disk_full = True
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, "not enough room") == (end.code, end.reason)
