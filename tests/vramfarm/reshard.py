@@ -1,9 +1,9 @@
 """
 Read a checkpoint on any number of ranks: with the library, and with torch's own reader.
 
-    reshard.py CHECKPOINTS OUT
+    reshard.py FOLDER OUT
 
-OUT.<rank> gets the whole of every tensor, gathered, as digests; twice, and they must be equal.
+OUT.<rank> gets the step, a digest of every tensor (gathered), and which samples the rest of the epoch would be.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 from train_small import Net, spread
 
 from vramfarm import Checkpointer, folder
@@ -47,17 +48,19 @@ def by_torch(path, model):
 
 
 def main():
-    checkpoints, out = Path(sys.argv[1]), sys.argv[2]
+    checkpoints, out = Path(sys.argv[1]) / "checkpoints", sys.argv[2]
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(9)  # so that nothing is equal by chance
     model = spread("fsdp2", Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    ckpt = Checkpointer(model, optimizer, dir=checkpoints)
+    loader = DataLoader(TensorDataset(torch.arange(92)), batch_size=4, shuffle=True)
+    ckpt = Checkpointer(model, optimizer, dir=checkpoints, loader=loader)
     ours = digests(model, optimizer)
     theirs = by_torch(folder.committed(checkpoints)[0].path, model)
     assert theirs == {key: ours[key] for key in theirs}
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps([ckpt.start_step, ours]))
+    rest = [i for (batch,) in ckpt._take_feed(loader).rest_of_epoch(ckpt._position) for i in batch.tolist()]
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps([ckpt.start_step, ours, rest]))
     ckpt.finish()
 
 

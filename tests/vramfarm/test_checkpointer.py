@@ -1,8 +1,5 @@
 """The library in one process: what is saved comes back, and what does not fit is said."""
 
-import io
-import json
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from vramfarm import Checkpointer, folder, protocol
 from vramfarm.run import ResumeError
 from vramfarm.typed import StateError
-
-SCRIPT = Path(__file__).parent / "train_small.py"
 
 
 def train(tmp_path, steps, *, model=None, optimizer_of=None, name="checkpoints", hook=None, **more):
@@ -355,20 +350,3 @@ def test_the_library_is_imported_without_torch_by_those_who_have_none():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert "False" == out.strip()
-
-
-def test_an_interrupted_process_goes_on_bit_by_bit(tmp_path):
-    """
-    A real script, killed and started again, writes the same losses as one that was not.
-    """
-    env = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
-
-    def run(name, *arguments):
-        (tmp_path / name).mkdir(exist_ok=True)
-        argv = (sys.executable, str(SCRIPT), "compile", "25", "out", *arguments)
-        subprocess.run(argv, cwd=tmp_path / name, env=env, check=True, timeout=60, stderr=subprocess.DEVNULL)
-        return [json.loads(line) for line in io.StringIO((tmp_path / name / "out.0").read_text())]
-
-    run("parts", "--stop-after", "11")
-
-    assert run("whole") == run("parts")

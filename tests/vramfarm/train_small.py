@@ -1,12 +1,12 @@
 """
 A small training under every way of spreading a model, for the tests that start it.
 
-    train_small.py KIND STEPS OUT [--stop-after N] [--interval S] [--resume R]
+    train_small.py KIND FOLDER:STEPS ...
 
-KIND: plain, ddp, fsdp2, compile. OUT gets one line a step: step, loss as hexadecimal, the samples of the batch.
+KIND: plain, ddp, fsdp2, compile. One training after the other, each resuming what is in its folder; FOLDER/out.RANK
+gets one line a step: step, loss as hexadecimal, the samples of the batch.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -53,47 +53,32 @@ def spread(kind, model):
     return model
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind")
-    parser.add_argument("steps", type=int)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stop-after", type=int, default=10**9)
-    parser.add_argument("--interval", default="1000s")
-    parser.add_argument("--resume", default="auto")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    rank = int(os.environ.get("RANK", "0"))
+def train(kind, folder, steps, rank):
     torch.manual_seed(0)
-    model = spread(args.kind, Net())
+    model = spread(kind, Net())
     torch.manual_seed(100 + rank)  # dropout differs from rank to rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 17], gamma=0.5)
     x = torch.arange(92 * 7).reshape(92, 7).float().sin()
-    loader = DataLoader(TensorDataset(torch.arange(92), x), batch_size=4, shuffle=True, num_workers=0)
-    ckpt = Checkpointer(
-        model,
-        optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        save_interval=args.interval,
-        keep_last=5,
-        resume=args.resume,
-    )
-    with (args.out.parent / f"{args.out.name}.{rank}").open("a") as out:
-        for step, (index, batch) in ckpt.steps(loader, max_steps=args.steps):
+    loader = DataLoader(TensorDataset(torch.arange(92), x), batch_size=4, shuffle=True)
+    ckpt = Checkpointer(model, optimizer, scheduler=scheduler, loader=loader, dir=folder / "checkpoints", keep_last=5)
+    with (folder / f"out.{rank}").open("a") as out:
+        for step, (index, batch) in ckpt.steps(loader, max_steps=steps):
             loss = model(batch).square().mean() + model(batch).mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             print(json.dumps([step, loss.item().hex(), index.tolist()]), file=out, flush=True)
-            if step + 1 == args.stop_after:
-                ckpt.finish()
-                return
-    print(f"restored {ckpt.restored}", file=sys.stderr)
+
+
+def main():
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for folder, steps in (argument.split(":") for argument in sys.argv[2:]):
+        Path(folder).mkdir(exist_ok=True)
+        train(sys.argv[1], Path(folder), int(steps), int(os.environ.get("RANK", "0")))
 
 
 if __name__ == "__main__":
