@@ -85,6 +85,9 @@ class Host:
             os.close(lock)
         return False
 
+    def any_running(self) -> bool:
+        return any(self.is_running(folder.name) for folder in self._servers.glob("srv_*"))
+
     def exit_code(self, server_id: str, number: int) -> int:
         """The exit of the container that does not run any more; its strays are ended."""
         end_all(lambda: container.members(self._servers / server_id), timeout_s=10.0)

@@ -7,14 +7,15 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -26,7 +27,7 @@ from runner import guardian
 from runner.simulator.api import make_app
 from runner.simulator.catalogue import MACHINES
 from runner.simulator.farm import Farm, Pace
-from runner.simulator.host import KILLED
+from runner.simulator.host import KILLED, Host
 from runner.simulator.model import Machine, Policy, Rented, ServerCreate, State
 from runner.simulator.problem import Problem
 
@@ -34,6 +35,7 @@ LOCKED: Final = 5
 LEFT: Final = 75
 LOOPBACK: Final = "127.0.0.1"
 _LOOK_S: Final = 0.1
+_PORTS: Final = range(20_000, 32_000)  # below those that the kernel gives to clients, so that it stays ours
 
 
 class BusyError(Exception):
@@ -166,19 +168,40 @@ def _tick(farm: Farm, end: threading.Event) -> None:
 
 
 def _listen(options: Options) -> socket.socket:
-    """The port it had before, because its servers know the API by it."""
+    """On the port it had before, because its servers know the API by it."""
     memory = options.state / "port"
-    before = int(memory.read_text()) if memory.exists() else 0
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((LOOPBACK, options.port or before))
-    except OSError as error:
-        message = f"port {options.port or before} of {LOOPBACK} cannot be had ({error.strerror}); servers know the simulator by it"
-        raise BusyError(message) from None
+    before = _read_port(memory)
+    wanted = options.port or before
+    listener = _bind([wanted]) if wanted else None
+    if listener is None and wanted and (options.port or Host(options.state).any_running()):
+        raise BusyError(f"port {wanted} of {LOOPBACK} is taken, and servers know the simulator by it; free it")
+    if listener is None:
+        listener = _bind(_PORTS.start + secrets.randbelow(len(_PORTS)) for _ in range(100))
+    if listener is None:
+        raise BusyError(f"no free port on {LOOPBACK}; name one with --port")
     listener.listen(128)
-    memory.write_text(str(listener.getsockname()[1]))
+    temporary = memory.with_suffix(".tmp")
+    temporary.write_text(str(listener.getsockname()[1]))
+    temporary.replace(memory)
     return listener
+
+
+def _bind(ports: Iterable[int]) -> socket.socket | None:
+    for port in ports:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError, OverflowError):
+            listener.bind((LOOPBACK, port))
+            return listener
+        listener.close()
+    return None
+
+
+def _read_port(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _machines(options: Options) -> tuple[Machine, ...]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,27 @@ def test_without_a_job_it_serves_and_tells_what_happens(simulate):
     assert address == simulate.wait_for(r"listens on (http://\S+)")[1]
     assert key == simulate.wait_for(r"account key: (vfa_\w+)")[1]
     again.send_signal(signal.SIGINT)
+
+
+def test_a_port_that_somebody_took_meanwhile_is_replaced_if_no_server_needs_it(simulate):
+    """
+    And kept, in so many words, if one does.
+    """
+    simulate.done()
+    simulate.run().wait(30)
+    port = int((simulate.folder / "state" / "port").read_text())
+    with socket.create_server(("127.0.0.1", port)):
+        assert 0 == simulate.run().wait(30), simulate.out()
+
+    simulate.job.write_text("going")
+    killed = simulate.run()
+    simulate.wait_for("life 1")
+    killed.kill()
+    killed.wait(10)
+    port = int((simulate.folder / "state" / "port").read_text())
+    with socket.create_server(("127.0.0.1", port)):
+        assert 5 == simulate.run().wait(30)
+    assert f"port {port}" in simulate.out()
 
 
 def test_a_job_file_that_is_not_there_is_said(simulate):
