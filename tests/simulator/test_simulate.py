@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -258,3 +261,34 @@ def test_a_job_file_that_is_not_there_is_said(simulate):
 
     assert 2 == process.wait(30)
     assert "/nowhere/job.yaml: expected a job.yaml, found no such file\n" == simulate.out()
+
+
+@pytest.mark.storm
+def test_a_job_is_done_whatever_is_killed_and_when(simulate):
+    """
+    Simulator, PID 1 of the server, the job: SIGKILL at random, then the same command again.
+    """
+    seed = int(os.environ.get("STORM_SEED", time.time_ns() % 1_000_000))
+    print(f"STORM_SEED={seed}")
+    dice = random.Random(seed)
+    process = simulate.run()
+    for _ in range(8):
+        time.sleep(dice.uniform(0.0, 1.5))
+        _kill_one(dice, simulate, process)
+        if process.poll() is not None:
+            process = simulate.run()
+    simulate.done()
+
+    assert 0 == process.wait(60), simulate.out()
+    assert 1 == len(list((simulate.folder / "state" / "servers").iterdir()))
+
+
+def _kill_one(dice: random.Random, simulate: Simulate, process: subprocess.Popen[str]) -> None:
+    folders = sorted((simulate.folder / "state" / "servers").glob("srv_*"))
+    victims = [process.pid]
+    for folder in folders:
+        victims += [member.pid for member in find("VRAMFARM_SERVER_ID", folder.name)]
+    with suppress(ProcessLookupError):
+        os.kill(dice.choice(victims), signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.2)
