@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from vramfarm import data, folder, run, staging, state
-from vramfarm.data import Feed, Position, Saved
+from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.protocol import Ended, Env, Phase, Reason, Word
 from vramfarm.run import Choice, ResumeError, Wanted
@@ -40,7 +40,8 @@ class Checkpointer:
     Saves and resumes one training run: `model`, optimizers, and anything named that has state_dict and load_state_dict.
 
     `dir`, `save_interval`, `keep_last` and `resume` ("auto", "never" or a checkpoint's folder) are
-    for runs without a supervisor; under one, its word counts.
+    for runs without a supervisor; under one, its word counts. `data_parallel` is (rank, size) among
+    the ranks that see different data; with tensor parallelism these are not all ranks.
     """
 
     def __init__(  # noqa: PLR0913  # the API: every keyword is one thing to say
@@ -54,6 +55,7 @@ class Checkpointer:
         keep_last: int = 2,
         resume: str = "auto",
         seed: int = 0,
+        data_parallel: tuple[int, int] | None = None,
         **objects: Any,  # noqa: ANN401  # duck-typed: state_dict and load_state_dict
     ) -> None:
         self._model = model
@@ -63,8 +65,13 @@ class Checkpointer:
         self._seed = seed
         self._check()
         self._world = run.current_world()
+        self._data_world = World(*data_parallel) if data_parallel else self._world
+        if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
+            raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
         wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume)
         page, env = run.make_env(self._world, wanted)
+        if page[Word.ENDED]:
+            raise RuntimeError("this attempt's training has ended; under a supervisor there is one Checkpointer")
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
         self._step = 0
@@ -271,6 +278,7 @@ class Checkpointer:
             "step": self._step,
             "seed": self._seed,
             "position": self._position.dump(),
+            "data_ranks": self._data_world.size,
             "models": extra,
             "optimizers": optimizers,
             "objects": objects,
@@ -397,7 +405,7 @@ class Checkpointer:
         loader_state = None
         if len(ranks) == self._world.size and "loader" in ranks[str(self._world.rank)]["own"]:
             loader_state = state.decode(ranks[str(self._world.rank)]["own"]["loader"], reader.read)
-        self._saved = Saved(Position(**position), len(ranks), loader_state)
+        self._saved = Saved(Position(**position), ranks["0"]["shared"]["data_ranks"], loader_state)
         if self._loader is None:
             report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it)")
             return
@@ -407,7 +415,7 @@ class Checkpointer:
     def _take_feed(self, loader: Iterable[Any]) -> Feed:
         """One feed for a loader: it may hold workers."""
         if self._feed is None or self._feed[0] is not loader:
-            self._feed = (loader, data.feed(loader, self._world, self._seed, self._saved))
+            self._feed = (loader, data.feed(loader, self._data_world, self._seed, self._saved))
             self._saved = None
         return self._feed[1]
 

@@ -35,8 +35,9 @@ FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving i
 RETRY_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 60.0
 FINAL_TRIES: Final = 3
+LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
-_BUSY_S: Final = 0.002
+_BUSY_S: Final = 0.005
 _LOOK_S: Final = 0.1  # between two looks at whether the ranks live
 
 
@@ -112,9 +113,7 @@ class Saver:
         self._page[Word.SAVER_STARTED] = protocol.process_started(os.getpid())
         self._page[Word.SAVER_PID] = os.getpid()
         self._beat()
-        while not self._has_lock() and not self._is_over():
-            self._pause(_IDLE_S)
-        if self._lock is not None:
+        if self._take_lock():
             self._recover()
         while not self._is_over():
             self._turn()
@@ -369,24 +368,42 @@ class Saver:
 
     # --------------------------------------------------------------- its life
 
-    def _has_lock(self) -> bool:
-        """One writer. An earlier attempt's saver may still be committing."""
+    def _take_lock(self) -> bool:
+        """Wait to be the one writer; an earlier attempt's saver may still be committing. False: it is over."""
+        done_since = None
+        while not self._is_over():
+            why = self._try_lock()
+            if not why:
+                return True
+            if why != self._page.error():
+                say(why)
+                self._page.set_error(why)
+                self._page[Word.NUM_FAILED] += 1
+            now = time.monotonic()
+            done = all(rank.phase is Phase.DONE for rank in self._look())
+            done_since = (done_since or now) if done else None
+            if done_since is not None and now - done_since > LOCK_PATIENCE_S:
+                self._page[Word.ENDED] = Ended.FAILED
+            self._pause(_IDLE_S)
+        return False
+
+    def _try_lock(self) -> str:
+        """Return why we may not write; nothing when we may."""
+        directory = self._orders.directory
         try:
-            self._orders.directory.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self._orders.directory / protocol.SAVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(directory / protocol.SAVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            self._page.set_error(f"{self._orders.directory}: {error}")
-            return False
+            return f"{directory}: no checkpoint can be written: {error}"
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            self._page.set_error(f"{self._orders.directory}: another saver writes here; waiting for it to end")
-            return False
+            return f"{directory}: another saver writes here; waiting for it to end"
         except OSError as error:
             say(f"no lock on this filesystem, going on without: {error}")
         self._lock = fd
-        return True
+        return ""
 
     def _recover(self) -> None:
         """Take over what a saver that died left on the page."""

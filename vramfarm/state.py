@@ -87,6 +87,17 @@ def check_module(module: nn.Module) -> None:
         raise StateError("FullyShardedDataParallel (FSDP1) cannot be saved; use torch.distributed.fsdp.fully_shard")
 
 
+def is_tensor_parallel(module: nn.Module) -> bool:
+    """Whether weights are sharded by more than fully_shard: then some ranks must see the same data."""
+    sharded = [
+        sum(not placement.is_replicate() for placement in parameter.placements)
+        for parameter in module.parameters()
+        if staging.is_dtensor(parameter.data)
+    ]
+    fully_sharded = any(type(m).__name__.startswith("FSDP") for m in module.modules())
+    return any(number > int(fully_sharded) for number in sharded)
+
+
 def clean_name(module: nn.Module, name: str) -> str:
     """Return a parameter's name as it would be without wrappers around modules."""
     current: Any = module

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, TensorDataset
 
 from vramfarm import Checkpointer, folder, protocol
+from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError
 from vramfarm.typed import StateError
 
@@ -350,3 +351,32 @@ def test_the_library_is_imported_without_torch_by_those_who_have_none():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
     assert "False" == out.strip()
+
+
+def test_under_a_supervisor_its_word_counts(tmp_path, monkeypatch):
+    """
+    Folder, lineage and checkpoint come from the environment; a damaged one is set aside and the supervisor chooses again.
+    """
+    train(tmp_path, 2)
+    bad = newest(tmp_path)
+    path = bad.path / bad.manifest.shards[0].path
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+    monkeypatch.setenv(Env.CONTROL, str(page.path))
+    monkeypatch.setenv(Env.CHECKPOINT_DIR, str(bad.path.parent))
+    monkeypatch.setenv(Env.RESUME, "none")
+    monkeypatch.setenv(Env.LINEAGE, "4")
+
+    _, _, ckpt = train(tmp_path, 1, name="elsewhere", resume=str(bad.path))
+    with pytest.raises(RuntimeError, match="has ended"):
+        train(tmp_path, 3)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    monkeypatch.setenv(Env.CONTROL, str(ControlPage.create(tmp_path / "page-2", num_ranks=1).path))
+    monkeypatch.setenv(Env.RESUME, str(bad.path))
+    with pytest.raises(ResumeError, match="the next attempt takes an older one"):
+        train(tmp_path, 3)
+
+    assert (None, 4, 1) == (ckpt.restored, newest(tmp_path).manifest.lineage, newest(tmp_path).manifest.step)
+    assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
+    assert page.path.exists()

@@ -348,7 +348,9 @@ def test_kills_at_random_moments_lose_no_committed_checkpoint(tmp_path):
 
 def wreak(attempt, dice):
     """Let it run for a moment, kill something, perhaps let it live on, kill the ranks."""
-    time.sleep(0.05 + dice.random() * 0.4)
+    if dice.random() < 0.8:
+        attempt.saver()
+    time.sleep(0.02 + dice.random() * 0.4)
     saver = attempt.page[Word.SAVER_PID]  # 0 where it is not up yet
     if dice.random() < 0.4 and saver:
         os.kill(saver, signal.SIGKILL)
@@ -381,3 +383,19 @@ def test_what_is_committed_names_its_contents(tmp_path):
     assert {"0": {"step": 4}, "1": {"step": 4}} == {
         rank: {"step": json.loads(json.dumps(state))["step"]} for rank, state in manifest.state["ranks"].items()
     }
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
+    """
+    The reason is on the page at once, not when training is over.
+    """
+    (tmp_path / "checkpoints").write_text("a file")
+    attempt = Attempt(tmp_path).start("--steps", "100000")
+
+    until(lambda: attempt.page[Word.NUM_FAILED])
+    step = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > step)
+    attempt.kill()
+    attempt.wait()
+
+    assert "no checkpoint can be written" in attempt.page.error()
