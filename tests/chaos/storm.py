@@ -35,7 +35,7 @@ from runner.storage.journal import events
 from runner.storage.offsite import open_store, transfer
 from runner.supervise import page as pages
 from runner.supervise.process import Process, end_all, find, is_alive, kill
-from vramfarm.protocol import CHUNK_BYTES, MANIFEST, TEMPORARY, Env, Manifest, ProtocolError, parse_manifest
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, TEMPORARY, Env, Manifest, ProtocolError, Slot, parse_manifest
 
 BOX: Final = Path(__file__).with_name("box.py")
 MARK: Final = "VRAMFARM_SERVER_ID"
@@ -45,7 +45,7 @@ LOOK_S: Final = 0.05
 POLL_S: Final = 0.004
 PARTS: Final = ("guardian", "runner", "shim", "launcher", "rank", "ranks", "saver", "tasks")
 TRAINING: Final = {"shim", "launcher", "rank", "ranks", "saver"}
-MOMENTS: Final = ("training", "training", "training", "saving", "saving", "soon", "task", "ended", "concluded")
+MOMENTS: Final = ("starting", "training", "training", "saving", "saving", "soon", "task", "ended", "concluded")
 _GONE: Final = {State.STOPPING, State.SAVING, State.STOPPED, State.FAILED}
 
 
@@ -57,8 +57,8 @@ class Play:
     guardian: tuple[str, ...]
     job: str  # job.yaml, with {store} to be filled in
     steps: int
-    kills: tuple[int, int]  # at least, at most
-    apart_s: float  # at most this long between two kills
+    moments: tuple[str, ...]  # what to wait for before each kill
+    moment_s: float  # at most this long
     patience_s: float  # from the last kill to the end of the run
     runner_deaths: int  # the guardian gives up after five
     content: Callable[[int, int], bytes] | None = None
@@ -99,8 +99,8 @@ class Storm:
     def run(self) -> None:
         print(f"storm: seed {self.play.seed}")
         try:
-            for _ in range(self.random.randint(*self.play.kills)):
-                if not self._wait_for(self.random.choice(MOMENTS)):
+            for moment in self.play.moments:
+                if not self._wait_for(moment):
                     break
                 self._strike()
             self._wait(self._is_stopped, self.play.patience_s, "the server is stopped")
@@ -112,18 +112,29 @@ class Storm:
     # -------------------------------------------------------------------------- moments
 
     def _wait_for(self, moment: str) -> bool:
-        """Wait for a moment to strike, not for ever; False: the run is over."""
+        """Wait for a moment to strike, not for ever; False: the server is being stopped."""
         claim = {
             "soon": lambda: False,
-            "training": lambda: bool(self._parts()["ranks"]),
+            "starting": lambda: bool(self._parts()["ranks"]),
+            "training": self._is_training,
             "saving": lambda: any(self.run_dir.glob(f"checkpoints/{TEMPORARY}*")),
             "task": lambda: bool(self._parts()["tasks"]),
             "ended": lambda: any(self.run_dir.glob("logs/attempt-*/end.json")),
             "concluded": lambda: any(e["event"] == "concluded" for e in events(self.run_dir / "journal.jsonl")),
         }[moment]
-        self._watch_until(claim, self.random.uniform(0, self.play.apart_s) * (1 if moment == "soon" else 3))
-        self._watch_until(lambda: False, self.random.choice((0, 0.003, 0.02, 0.1, self.play.apart_s / 2)))
+        self._watch_until(claim, self.random.uniform(0, 1.5) if moment == "soon" else self.play.moment_s)
+        self._watch_until(lambda: False, self.random.choice((0, 0.003, 0.02, 0.1, 0.7)))
         return not self._is_ending()
+
+    def _is_training(self) -> bool:
+        """Whether the last attempt has made a step."""
+        launched = [e for e in events(self.run_dir / "journal.jsonl") if e["event"] == "launched"]
+        page = pages.find(self.run_dir, launched[-1]["id"]) if launched else None
+        if page is None:
+            return False
+        step = min(page.get(rank, Slot.STEP) for rank in range(page.num_ranks))
+        page.close()
+        return step > (launched[-1]["resume"]["step"] if launched[-1]["resume"] else 0)
 
     def _watch_until(self, claim: Callable[[], Any], seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -8,12 +8,13 @@ Kill storms without torch: the whole chain of processes, a trainer that starts i
 """
 
 import os
+import random
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.storm import NAME, Play, Storm, farm_in
+from tests.chaos.storm import MOMENTS, NAME, Play, Storm, farm_in
 from tests.fake_trainer import content
 
 HERE = Path(__file__).parent
@@ -41,13 +42,14 @@ def test_whatever_is_killed_the_run_ends_with_its_last_checkpoint_in_the_store(t
     """
     No step is lost that was committed, nothing is damaged, nothing is left, and the server is stopped.
     """
+    dice = random.Random(seed)
     play = Play(
         seed=seed,
         guardian=(sys.executable, "-I", str(HERE / "guard.py")),
         job=JOB,
         steps=STEPS,
-        kills=(2, 7),
-        apart_s=1.5,
+        moments=tuple(dice.choices(MOMENTS, k=dice.randint(2, 7))),
+        moment_s=4.0,
         patience_s=60.0,
         runner_deaths=1000,
         content=lambda rank, step: content(rank, step, BYTES),
