@@ -130,6 +130,8 @@ class Saver:
         match agreement.decide_fate(self._save.step, ranks, final=final):
             case Fate.WRITE:
                 self._finish(self._save)
+            case Fate.VOID if not final and any(rank.phase is Phase.DONE for rank in ranks):
+                self._settle(Decision.ABORTED)  # training ended before that step; the final save comes next
             case Fate.VOID:
                 self._fail("a rank ended, or could not take part, before its state was staged")
             case Fate.WAIT:

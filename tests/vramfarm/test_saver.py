@@ -138,18 +138,19 @@ def test_a_request_to_leave_saves_and_ends_all_ranks(tmp_path):
     assert [] == wrong(attempt.checkpoints)
 
 
-def test_leaving_at_the_end_is_being_done(tmp_path):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_leaving_at_the_end_is_being_done(tmp_path, steps):
     """
     A request to leave that comes when training is over does not make it look unfinished.
     """
     attempt = Attempt(tmp_path, interval_s=1000)
     attempt.page[Word.REQUEST_LEAVE] = 1
-    attempt.start("--steps", "2")
+    attempt.start("--steps", str(steps), "--step-time", "0.3")
 
     codes = attempt.wait()
 
     assert [0, 0] == codes
-    assert ("done", 2) == (attempt.end().kind, attempt.end().step)
+    assert ("done", steps, 0) == (attempt.end().kind, attempt.end().step, attempt.page[Word.NUM_FAILED])
 
 
 def test_a_request_to_save_is_answered_while_training_goes_on(tmp_path):
