@@ -482,7 +482,10 @@ def _verify_last(history: History, seen: Observed) -> Action | None:
 
 def _publish(history: History, seen: Observed) -> Action | None:
     assert history.conclusion is not None
-    return _try(TaskKind.PUBLISH, f"{history.conclusion.outcome}", history, seen, wanted=True)
+    elsewhere = seen.concluded_elsewhere
+    ours = bool(history.attempts) or elsewhere is None or elsewhere.outcome != history.conclusion.outcome
+    # what an earlier machine published says how it was; an empty journal of ours must not replace it
+    return _try(TaskKind.PUBLISH, f"{history.conclusion.outcome}", history, seen, wanted=ours)
 
 
 def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, wanted: bool) -> Action | None:

@@ -112,6 +112,20 @@ def test_sigterm_ends_the_boot_and_not_the_job(tmp_path):
     assert Ending.INTERRUPTED is history_of(tmp_path / "job").attempts[0].ending
 
 
+def test_a_new_machine_leaves_what_the_store_says_of_a_finished_job(tmp_path):
+    """
+    It has done nothing itself, so it publishes nothing over the journal of the machine that did.
+    """
+    elsewhere = Elsewhere()
+    boot(JOB, tmp_path / "job", elsewhere)
+    published = elsewhere.outcome
+
+    end, _ = boot(JOB, tmp_path / "another machine", elsewhere)
+
+    assert (0, True, False) == (end.code, end.stop, end.keep)
+    assert published is elsewhere.outcome
+
+
 def test_five_sigterms_before_a_checkpoint_are_not_five_failures(tmp_path):
     """
     An interrupted attempt is not a failed one.
