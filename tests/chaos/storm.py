@@ -9,16 +9,15 @@ when, is in the message too.
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -45,7 +44,18 @@ LOOK_S: Final = 0.05
 POLL_S: Final = 0.004
 PARTS: Final = ("guardian", "runner", "shim", "launcher", "rank", "ranks", "saver", "tasks")
 TRAINING: Final = {"shim", "launcher", "rank", "ranks", "saver"}
-MOMENTS: Final = ("starting", "training", "training", "saving", "saving", "soon", "task", "ended", "concluded")
+MOMENTS: Final = (
+    "soon",
+    "launching",
+    "starting",
+    "training",
+    "training",
+    "saving",
+    "saving",
+    "task",
+    "ended",
+    "concluded",
+)
 _GONE: Final = {State.STOPPING, State.SAVING, State.STOPPED, State.FAILED}
 
 
@@ -106,15 +116,17 @@ class Storm:
             self._wait(self._is_stopped, self.play.patience_s, "the server is stopped")
             self._check_end()
             print(f"storm: {self.num_kills} kills, resumed at {self.witness.resumed}", *self.killed, sep="\n")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._story()}") from error
+        except Exception as error:
+            raise AssertionError(f"{error!r}\n{self._story()}") from error
 
     # -------------------------------------------------------------------------- moments
 
     def _wait_for(self, moment: str) -> bool:
         """Wait for a moment to strike, not for ever; False: the server is being stopped."""
+        launched = len(self._launched())
         claim = {
             "soon": lambda: False,
+            "launching": lambda: len(self._launched()) > launched,
             "starting": lambda: bool(self._parts()["ranks"]),
             "training": self._is_training,
             "saving": lambda: any(self.run_dir.glob(f"checkpoints/{TEMPORARY}*")),
@@ -128,13 +140,16 @@ class Storm:
 
     def _is_training(self) -> bool:
         """Whether the last attempt has made a step."""
-        launched = [e for e in events(self.run_dir / "journal.jsonl") if e["event"] == "launched"]
+        launched = self._launched()
         page = pages.find(self.run_dir, launched[-1]["id"]) if launched else None
         if page is None:
             return False
         step = min(page.get(rank, Slot.STEP) for rank in range(page.num_ranks))
         page.close()
         return step > (launched[-1]["resume"]["step"] if launched[-1]["resume"] else 0)
+
+    def _launched(self) -> list[Mapping[str, Any]]:
+        return [event for event in events(self.run_dir / "journal.jsonl") if event["event"] == "launched"]
 
     def _watch_until(self, claim: Callable[[], Any], seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -351,9 +366,11 @@ def check_checkpoint(folder: Path, content: Callable[[int, int], bytes] | None) 
             assert shard.checksums == tuple(crc32(chunk) for chunk in chunks), f"{folder / shard.path} is damaged"
             assert content is None or content(rank, manifest.step) == found, f"{folder / shard.path}: other bytes"
     except (FileNotFoundError, ProtocolError) as error:
-        assert not (folder / MANIFEST).exists(), f"{folder} has a manifest and is not whole: {error}"
-        return 0
-    return manifest.step
+        torn = str(error)
+    else:
+        return manifest.step
+    assert not (folder / MANIFEST).exists(), f"{folder} has a manifest and is not whole: {torn}"
+    return 0
 
 
 def _part(process: Process) -> str:

@@ -51,7 +51,7 @@ class MakeRun:
 
     def tree(self) -> tuple[Process, ...]:
         """Everything that the command has started and that is alive."""
-        servers = [folder for folder in (self.folder / "farm" / "servers").glob("srv_*")]
+        servers = list((self.folder / "farm" / "servers").glob("srv_*"))
         marked = [find("VRAMFARM_SERVER_ID", folder.name) for folder in servers]
         runs = [find(Env.RUN, str(folder / "disk" / "again")) for folder in servers]
         return tuple({process for found in (*marked, *runs) for process in found})
