@@ -216,6 +216,7 @@ class Observed:
     life: str  # of this runner process
     live: Live | None = None
     exit: Exit | None = None  # of the last attempt, as its shim recorded it
+    exit_seen_at: datetime | None = None
     end: EndRecord | None = None  # of the last attempt, as its saver recorded it
     first_error: str = ""  # of the last attempt, when it ended badly
     progress: Progress = Progress()

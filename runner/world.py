@@ -7,6 +7,7 @@ looked at; what cannot be seen again is in the journal, which the loop writes.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -130,6 +131,7 @@ class RealWorld:
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
 
     def close(self) -> None:
+        logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it calls its own end an error
         self._watcher.stop()
         self._watcher.join(1)
 
@@ -305,6 +307,7 @@ class _AttemptSight:
         self._save_s = 0.0
         self._leave_sent_at: datetime | None = None
         self._gone_at: datetime | None = None
+        self._exit_seen_at: datetime | None = None
 
     def look(self, seen: Observed, attempt: Attempt) -> Observed:
         if self.attempt is None or self.attempt.number != attempt.number:
@@ -314,11 +317,14 @@ class _AttemptSight:
         live = attempts.live(attempt.id)
         exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
         self._read_page(seen.now)
+        seen_exit = exit_ if live is None or (exit_ and exit_.code is not None) else None
+        self._exit_seen_at = (self._exit_seen_at or seen.now) if seen_exit else None
         self._gone_at = (self._gone_at or seen.now) if live and not live.trainers else None
         return replace(
             seen,
             live=live,
-            exit=exit_ if live is None or (exit_ and exit_.code is not None) else None,
+            exit=seen_exit,
+            exit_seen_at=self._exit_seen_at,
             end=attempts.read_end(folder),
             first_error=first_error(folder, exit_ or Exit(code=None)) if live is None else "",
             progress=self._progress,

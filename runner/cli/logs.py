@@ -29,9 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, os.environ)
     folder = _attempt(run_dir, args.attempt)
-    follower = _at_end(Follower(folder, rank=args.rank)) if args.follow else None
+    follower = Follower(folder, rank=args.rank)
+    follower.skip()  # before the tail is shown: a line may then come twice, but none is lost
     _print(tail(folder, args.lines, rank=args.rank))
-    if follower:
+    if args.follow:
         _follow(run_dir, folder, follower, args)
     return 0
 
@@ -44,13 +45,6 @@ def _attempt(run_dir: Path, number: int | None) -> Path:
         what = "no attempt" if number is None else f"no attempt {number}"
         raise JobError(f"{run_dir}: {what} has logs", hint="vramfarm-runner status says what the run is doing")
     return folders[-1]
-
-
-def _at_end(follower: Follower) -> Follower:
-    """Past what is there. Done before the tail is shown: a line may then come twice, but none is lost."""
-    while follower.read():
-        pass
-    return follower
 
 
 def _follow(run_dir: Path, folder: Path, follower: Follower, args: argparse.Namespace) -> None:

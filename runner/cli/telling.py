@@ -81,6 +81,8 @@ class Teller:
         folder = self._folder.attempt(history.attempts[-1].number)
         if self._follower is None or self._followed != folder:
             self._follower, self._followed = Follower(folder), folder
+            if self._before is None:  # of an attempt that an earlier life has told of
+                self._follower.skip()
         for line in self._follower.read():
             if line.rank == 0:
                 with suppress(OSError):

@@ -161,11 +161,19 @@ def _while_live(job: Job, history: History, seen: Observed, live: Live) -> Actio
     if not live.trainers:
         return _wait_for_savers(job, history, seen)
     if seen.exit is not None:
-        return Kill("the launcher ended, these did not")
+        return _end_stragglers(seen)
     reason = _why_leave(history, seen)
     if reason:
         return _make_it_leave(job, seen, reason) or _keep_house(job, history, seen) or Wait()
     return _keep_house(job, history, seen) or Wait(limit_at(history, seen))
+
+
+def _end_stragglers(seen: Observed) -> Action:
+    """A launcher that was killed leaves its ranks alive; one that ended leaves workers that are just going."""
+    since = seen.exit_seen_at or seen.now
+    if seen.now >= since + STRAGGLER:
+        return Kill("the launcher ended, these did not")
+    return Wait(since + STRAGGLER)
 
 
 def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -84,6 +85,11 @@ class Follower:
         share = limit_bytes // max(1, len(streams))
         return tuple(self._lines(streams, share))
 
+    def skip(self) -> None:
+        """Pass over what is there already."""
+        for stream in find_streams(self._folder, rank=self._rank):
+            self._readers.setdefault(stream, _Reader(stream.path)).skip()
+
     def finish(self) -> tuple[Line, ...]:
         """Return last lines that have no end; for when nobody writes any more."""
         rest = ((stream, reader.rest()) for stream, reader in self._readers.items())
@@ -116,6 +122,10 @@ class _Reader:
         # of a bar only its last states can matter, of a long line its beginning
         self._begun = begun[-_MAX_LINE_BYTES:] if b"\r" in begun else begun[:_MAX_LINE_BYTES]
         return [line[-_MAX_LINE_BYTES:] if b"\r" in line else line[:_MAX_LINE_BYTES] for line in whole]
+
+    def skip(self) -> None:
+        with suppress(FileNotFoundError):
+            self._offset, self._begun = self._path.stat().st_size, b""
 
     def rest(self) -> bytes:
         rest, self._begun = self._begun, b""
