@@ -152,7 +152,7 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
             took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
     if before and after.progress.num_failed > before.progress.num_failed and after.progress.save_error:
-        yield f"save failed: {after.progress.save_error}; training goes on"
+        yield f"{after.progress.save_error}; training goes on"
     yield from _task_changes(before, after)
 
 
@@ -347,5 +347,5 @@ def _server_end(server: Server | None, end: End) -> str:
         return "none to stop"
     if not end.stop:
         return f"{server.id} is kept, and billed"
-    kept = "its folder is kept by the provider" if end.keep else "its disk is thrown away, all is in the store"
+    kept = "its folder is kept by the provider" if end.keep else "its disk is thrown away: nothing is only there"
     return f"{server.id} is being stopped; {kept}"

@@ -1,0 +1,226 @@
+"""What people read: every action has its line, numbers are readable, the summary says where the weights are."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from runner.facts import (
+    Attempt,
+    Checkpoint,
+    Conclusion,
+    Ending,
+    Exit,
+    Failed,
+    Finished,
+    History,
+    Live,
+    Observed,
+    Outcome,
+    Progress,
+    Running,
+    Server,
+    TaskKind,
+)
+from runner.job import Job
+from runner.policy.lifecycle import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
+from runner.words import (
+    Surroundings,
+    changes,
+    closing,
+    cost,
+    describe,
+    opening,
+    phase,
+    progress_line,
+    size,
+    span,
+    status,
+    still_running,
+)
+from vramfarm.protocol import Ref
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+REF = Ref(1, 500, 1, "0123abcd")
+SEEN = Observed(now=NOW, boot_id="b", life="l")
+JOB = Job.model_validate({"name": "j", "command": "train.py", "offload": {"to": "s3://b/runs"}})
+SERVER = Server(provider="vramfarm", id="srv_abcdef", price_per_hour="31.20")
+AROUND = Surroundings(run_dir="/w/j", server=SERVER, first_boot_at=NOW - timedelta(minutes=61), runner_pid=7)
+
+
+def checkpoint(ref=REF):
+    return Checkpoint(ref=ref, size_bytes=12_400_000_000, world_size=8, written_at=NOW)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12.4e9, "12.4 GB"), (3.2e15, "3200.0 TB")],
+)
+def test_size(num_bytes, expected):
+    """
+    Decimal units, as disks and bills have them.
+    """
+    assert expected == size(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(-5, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (3599, "59m 59s"), (11_100, "3h 05m"), (187_200, "2d 04h")],
+)
+def test_span(seconds, expected):
+    """
+    The two units that matter.
+    """
+    assert expected == span(seconds)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"), [(1, "7.80 EUR"), (15, "7.80 EUR"), (20.01, "10.92 EUR"), (61, "31.72 EUR")]
+)
+def test_cost_is_what_the_bill_will_say(minutes, expected):
+    """
+    Begun minutes, at least fifteen.
+    """
+    assert expected == cost(SERVER, NOW - timedelta(minutes=minutes), NOW)
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (Launch(1, None, 1), "launch attempt 1 from step 0 (lineage 1)"),
+        (Launch(2, REF, 1), "launch attempt 2 from step 500 (step-00000500-0123abcd)"),
+        (RecordExit(Ending.SUCCEEDED, Exit(code=0), 9, ""), "attempt succeeded at step 9 (exit 0)"),
+        (RecordExit(Ending.FAILED, Exit(code=-9), 9, "boom"), "attempt failed at step 9 (signal 9): boom"),
+        (RecordExit(Ending.FAILED, Exit(code=None), 9, ""), "attempt failed at step 9 (its exit was not seen)"),
+        (RecordExit(Ending.INTERRUPTED, Exit(code=0), 9, "noise"), "attempt interrupted at step 9 (exit 0)"),
+        (Interrupt("SIGTERM"), "interrupt: save and leave (SIGTERM)"),
+        (Kill("why"), "kill the attempt: why"),
+        (Prune(REF), "prune step-00000500-0123abcd: newer ones are kept"),
+        (Conclude(Outcome.GAVE_UP, "why"), "conclude gave_up: why"),
+        (Begin(TaskKind.RESTORE, "x"), "restore x from the store: this disk does not have it"),
+        (Begin(TaskKind.TIDY, "x"), ""),
+        (Wait(), ""),
+    ],
+)
+def test_an_action_in_one_line(action, expected):
+    """
+    What and why, as decided; nothing for what is not worth a line.
+    """
+    assert expected == describe(action)
+
+
+def test_progress_line():
+    """
+    Step, loss, rate and what is left.
+    """
+    progress = Progress(step=120, max_steps=400, loss=2.34567, steps_per_s=9.8)
+
+    assert "step 120/400  loss 2.3457  9.80 steps/s  about 29s left" == progress_line(replace(SEEN, progress=progress))
+    assert "step 1  20.0 s/step" == progress_line(replace(SEEN, progress=Progress(step=1, steps_per_s=0.05)))
+
+
+def test_what_came_about_between_two_looks():
+    """
+    A commit, a save that failed, a task that ended: a line each, once.
+    """
+    after = replace(
+        SEEN,
+        local=(checkpoint(),),
+        progress=Progress(num_failed=1, save_error="save of step 9 failed: no space"),
+        tasks={
+            TaskKind.UPLOAD: Failed(subject="x", at=NOW, error="refused", final=False, failures=2, hint="look"),
+            TaskKind.VERIFY: Finished(subject="y", at=NOW, result={"summary": "8 shards"}),
+        },
+    )
+
+    assert [
+        "checkpoint step-00000500-0123abcd committed: 12.4 GB",
+        "save of step 9 failed: no space; training goes on",
+        "upload x failed: refused; look (failure 2; it is tried again)",
+        "checkpoint y verified in the store: 8 shards",
+    ] == list(changes(SEEN, after))
+    assert [] == list(changes(after, after))
+
+
+def test_slow_work_says_how_far_it_has_got():
+    """
+    Only when it is slow.
+    """
+    running = Running(subject="x", started_at=NOW - timedelta(seconds=90), progress=0.43, note="shard 3")
+    seen = replace(SEEN, tasks={TaskKind.UPLOAD: running})
+
+    assert ["upload x: 43% after 1m 30s (shard 3)"] == list(still_running(seen, longer_than=timedelta(seconds=5)))
+    assert [] == list(still_running(seen, longer_than=timedelta(minutes=5)))
+
+
+LIVE = Live(attempt_id="a", trainers=(1,), savers=())
+FAILED = Attempt(
+    number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=NOW, ending=Ending.FAILED, step=7, ended_at=NOW
+)
+OVER = Conclusion(outcome=Outcome.SUCCEEDED, reason="training is done", at=NOW)
+
+
+@pytest.mark.parametrize(
+    ("history", "seen", "expected"),
+    [
+        (History(), SEEN, "PREFLIGHT"),
+        (History(), replace(SEEN, live=LIVE), "STARTING"),
+        (History(), replace(SEEN, live=LIVE, progress=Progress(step=1, attached=True)), "RUNNING"),
+        (History(), replace(SEEN, live=LIVE, leave_sent_at=NOW), "LEAVING"),
+        (History(attempts=(FAILED,)), SEEN, "BACKOFF"),
+        (History(), replace(SEEN, tasks={TaskKind.RESTORE: Running(subject="x", started_at=NOW)}), "RESTORING"),
+        (History(conclusion=OVER), SEEN, "DRAINING"),
+        (History(conclusion=OVER, stop_sent_in="l"), SEEN, "STOPPING"),
+    ],
+)
+def test_phase(history, seen, expected):
+    """
+    One word for what is going on, computed for display.
+    """
+    assert expected == phase(history, seen)
+
+
+def test_status_has_what_scripts_ask_for():
+    """
+    Steps, checkpoints with where they are, money, and the end.
+    """
+    seen = replace(SEEN, local=(checkpoint(),), offsite=(checkpoint(),))
+
+    told = status(JOB, History(attempts=(FAILED,), conclusion=OVER), seen, AROUND, "hello")
+
+    assert ("j", 500, 1, "31.72 EUR", "srv_abcdef", "succeeded", 0) == tuple(
+        told[k] for k in ("job", "step", "attempt", "cost", "server", "outcome", "exit_code")
+    )
+    assert [{"step": 500, "id": "0123abcd", "lineage": 1, "local": True, "offsite": True, "verified": True}] == told[
+        "checkpoints"
+    ]
+
+
+def test_opening_and_closing_say_where_the_weights_go():
+    """
+    A person who reads only these knows what will happen, and what did.
+    """
+    seen = replace(SEEN, local=(checkpoint(),), offsite=(checkpoint(),), deadline_at=NOW)
+
+    begin = "\n".join(opening(JOB, seen, AROUND, "8 cards"))
+    end = End(code=0, stop=True, keep=False, reason="training is done")
+    finish = "\n".join(closing(JOB, History(attempts=(FAILED,), conclusion=OVER), seen, AROUND, end))
+
+    assert "server srv_abcdef at 31.20 EUR/h; 8 cards" in begin
+    assert "copies go to s3://b/runs/j" in begin
+    assert "(the default; set limits.max_duration)" in begin
+    assert "weights      s3://b/runs/j/checkpoints/step-00000500-0123abcd" in finish
+    assert "attempts     1 (1 failed)" in finish
+    assert "srv_abcdef is being stopped; its disk is thrown away: nothing is only there" in finish
+
+
+def test_closing_does_not_claim_a_store_that_has_nothing():
+    """
+    An early end with nothing saved says so.
+    """
+    end = End(code=4, stop=True, keep=False, reason="403")
+
+    finish = "\n".join(closing(JOB, History(), SEEN, AROUND, end))
+
+    assert "weights      none were saved" in finish
+    assert "all is in the store" not in finish
