@@ -192,7 +192,9 @@ class Python:
 
 
 _ASK: Final = """
-import importlib.metadata, importlib.util, json, sys
+import sys
+sys.path = [folder for folder in sys.path if folder]
+import importlib.metadata, importlib.util, json
 spec = importlib.util.find_spec("torch")
 try: torch = importlib.metadata.version("torch")
 except importlib.metadata.PackageNotFoundError: torch = "unknown" if spec else ""
@@ -248,11 +250,11 @@ def _in_environment(given: Path) -> Path | None:
 
 
 def _ask(program: Path, timeout_s: float) -> Python | None:
-    # -P, and "/": a torch.py in the working folder is not torch. Never resolve(): a virtual
-    # environment's python is a link, and is one by its name only.
+    # A torch.py in the working folder is not torch, and Python 3.10 has no -P. Never resolve(): a
+    # virtual environment's python is a link, and is one by its name only.
     try:
         done = subprocess.run(
-            (str(program), "-P", "-c", _ASK), cwd="/", capture_output=True, text=True, timeout=timeout_s, check=False
+            (str(program), "-c", _ASK), cwd="/", capture_output=True, text=True, timeout=timeout_s, check=False
         )
         told = json.loads(done.stdout)
         return Python(path=program, version=str(told["version"]), torch=str(told["torch"]))

@@ -63,8 +63,8 @@ def test_a_launcher_is_called_as_it_documents(name, words, expected):
     """
     argv = LAUNCHERS[LauncherName(name)].argv(launch(*words))
 
-    assert (PYTHON, "-P", "-c") == argv[:3]
-    assert expected == argv[4:]
+    assert (PYTHON, "-c") == argv[:2]
+    assert expected == argv[3:]
 
 
 @pytest.mark.parametrize(

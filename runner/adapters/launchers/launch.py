@@ -31,11 +31,12 @@ class Launcher(Protocol):
 
 # Folders of PYTHONPATH go to the end of the path before anything is imported: `-m` would put the
 # working folder, and `python` PYTHONPATH, in front, and a json.py or torch.py there would be taken
-# for the real one. The ranks are started by the launcher with a path as Python makes it.
+# for the real one. `-P` would do a part of it, and Python 3.10 does not know that. The ranks are
+# started by the launcher with a path as Python makes it.
 _BOOT: Final = (
     "import os, sys; "
     "last = {os.path.abspath(p) for p in os.environ.get('PYTHONPATH', '').split(os.pathsep)}; "
-    "sys.path.sort(key=lambda p: os.path.abspath(p) in last); "
+    "sys.path = sorted(filter(None, sys.path), key=lambda p: os.path.abspath(p) in last); "
     "import runpy; "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
@@ -43,7 +44,7 @@ _BOOT: Final = (
 
 def run_module(python: str, module: str, *arguments: str) -> tuple[str, ...]:
     """Argv that runs a module of the training environment as `python -m` would, out of the user's reach."""
-    return (python, "-P", "-c", _BOOT, module, *arguments)
+    return (python, "-c", _BOOT, module, *arguments)
 
 
 def first_file(words: tuple[str, ...]) -> str | None:
