@@ -239,3 +239,163 @@ class Observed:
     deadline_at: datetime | None = None
     last_save_s: float = 0.0  # staged to durable, measured in this run
     last_upload_s: float = 0.0
+
+
+# --------------------------------------------------------------------------------- finding
+
+
+class Severity(StrEnum):
+    OK = "ok"
+    WARN = "warn"  # goes on, and says so
+    REFUSE = "refuse"  # training here would fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at. `message` says what was found, `hint` what to do; `facts` are for decisions."""
+
+    name: str
+    severity: Severity
+    message: str
+    hint: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+# -------------------------------------------------------------------------------- readings
+
+Pair = tuple[int, int, str]  # two GPU numbers as the driver counts them, the smaller first, and what lies between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """
+    `nvidia-smi topo -m`: every pair of `gpus` is in `pairs`, with its link as printed (NV18, PIX, SYS).
+
+    `hides_nvlink`: the view (-mp) shows PCIe paths only. `doubtful`: pairs told differently from either side.
+    """
+
+    gpus: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    hides_nvlink: bool = False
+    doubtful: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAccess:
+    """`nvidia-smi topo -p2p`: whether each pair may read the other's memory (OK, NS, CNS, GNS, TNS, DR, U)."""
+
+    gpus: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricState:
+    """What one card says of its NVLink fabric, as printed; empty where it says nothing."""
+
+    state: str
+    status: str = ""
+    health: str = ""
+    troubles: tuple[str, ...] = ()  # further lines that are not well
+    recovering: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The fabric blocks of `nvidia-smi -q`; none on cards that have no fabric."""
+
+    cards: tuple[FabricState, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """Generation and width now and at most; None where the table does not say."""
+
+    gen: int | None = None
+    width: int | None = None
+    gen_max: int | None = None
+    width_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardTable:
+    """
+    `nvidia-smi --query-gpu=… --format=csv`: one entry of `rows` per line that says anything.
+
+    `columns` is empty where the head was left out. `problems` name cards that are lost or want a
+    reset; `silent_rows` are lines of errors only.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...] = ()
+    pcie: tuple[PcieLink, ...] = ()
+    problems: tuple[str, ...] = ()
+    silent_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """/dev/shm as `df` or `mount` tells it. `need_bytes`: what a program asked for in vain."""
+
+    size_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    need_bytes: int | None = None
+    exhausted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """The control group's limit on memory; None is no limit. `host_bytes`: what `free` says of the machine."""
+
+    limit_bytes: int | None
+    current_bytes: int | None = None
+    host_bytes: int | None = None
+    host_text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusBandwidth:
+    """
+    One all-reduce measurement, the largest size that was tried, the better of out of place and in place.
+
+    GB/s of 10^9 bytes, as nccl-tests counts; None where the text does not say. `others`: (ranks, busbw).
+    """
+
+    ranks: int | None
+    size_bytes: int | None
+    algbw: float | None
+    busbw: float | None
+    average: float | None = None
+    models: tuple[str, ...] = ()
+    num_wrong: int = 0  # elements with a wrong sum
+    others: tuple[tuple[int, float], ...] = ()
+
+
+class ReadingKind(StrEnum):
+    TOPO = "topo"
+    P2P = "p2p"
+    FABRIC = "fabric"
+    QUERY = "query"
+    SHM = "shm"  # of /dev/shm and of control groups
+    BUSBW = "busbw"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """
+    A reading that is cut, damaged or an error message. `gpus` and `pairs` are what could be read.
+
+    `no_cards`: the driver itself says that there is no card to be used.
+    """
+
+    kind: ReadingKind
+    message: str
+    hint: str = ""
+    gpus: tuple[str, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    no_cards: bool = False
+
+
+Reading = Topology | PeerAccess | Fabric | CardTable | SharedMemory | MemoryLimit | BusBandwidth | Broken
