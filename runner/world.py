@@ -317,7 +317,8 @@ class _AttemptSight:
         live = attempts.live(attempt.id)
         exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
         self._read_page(seen.now)
-        seen_exit = exit_ if live is None or (exit_ and exit_.code is not None) else None
+        is_known = exit_ is not None and (exit_.code is not None or attempts.is_unwatched(folder))
+        seen_exit = exit_ if live is None or is_known else None
         self._exit_seen_at = (self._exit_seen_at or seen.now) if seen_exit else None
         self._gone_at = (self._gone_at or seen.now) if live and not live.trainers else None
         return replace(

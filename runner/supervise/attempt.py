@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from runner.errors import JobError
 from runner.facts import Exit, Live
@@ -152,13 +152,22 @@ def read_exit(folder: Path) -> Exit | None:
 
     Ask `live` first: a shim that is just being started has not written its name yet.
     """
-    shim_lives = _shim_is_alive(folder)  # before the record is looked for: it writes, then ends
+    shim_lives = _is_alive(_read_shim(folder))  # before the record is looked for: it writes, then ends
     try:
         return Exit(code=int(json.loads((folder / "exit.json").read_bytes())["code"]))
     except FileNotFoundError:
         return None if shim_lives else Exit(code=None)
     except (ValueError, KeyError, TypeError):  # the disk lost it
         return Exit(code=None)
+
+
+def is_unwatched(folder: Path) -> bool:
+    """
+    Whether the launcher and its shim are both gone, and nothing says how it ended: ranks that
+    live on wait for each other for ever, and nobody else would notice.
+    """
+    fields = _read_shim(folder)
+    return bool(fields) and not _is_alive(fields) and not _is_alive(fields.get("launcher"))
 
 
 def read_end(folder: Path) -> EndRecord | None:
@@ -168,11 +177,17 @@ def read_end(folder: Path) -> EndRecord | None:
     return None
 
 
-def _shim_is_alive(folder: Path) -> bool:
+def _read_shim(folder: Path) -> dict[str, Any]:
+    """Who the shim is, and its launcher as soon as there is one; empty before the shim has begun."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / "shim.json").read_bytes()))
+    return {}
+
+
+def _is_alive(fields: Any) -> bool:  # noqa: ANN401  # JSON
     try:
-        fields = json.loads((folder / "shim.json").read_bytes())
         return process.is_alive(Process(int(fields["pid"]), int(fields["started"])))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return False
 
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,10 +28,18 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def main(folder: Path, argv: list[str]) -> int:
-    _write_durably(folder / "shim.json", {"pid": os.getpid(), "started": _start_time()})
+    me = {"pid": os.getpid(), "started": _start_time("self")}
+    _write_durably(folder / "shim.json", me)
     _reserve(folder / "exit.json.tmp")
     _prepare()
-    code = _run(argv, folder / "launcher.log")
+    launcher = _start(argv, folder / "launcher.log")
+    if isinstance(launcher, int):
+        code = launcher
+    else:
+        watched = {"pid": launcher.pid, "started": _start_time(launcher.pid)}
+        with suppress(OSError):  # a full disk must not end the one who waits
+            _write_durably(folder / "shim.json", me | {"launcher": watched})
+        code = _wait(launcher)
     _write_durably(folder / "exit.json", {"code": code, "at": datetime.now(UTC).isoformat()})
     return code
 
@@ -46,13 +55,17 @@ def _prepare() -> None:
     os.environ.pop("VRAMFARM_ROLE", None)  # it is ours, not the launcher's
 
 
-def _run(argv: list[str], log: Path) -> int:
+def _start(argv: list[str], log: Path) -> subprocess.Popen[bytes] | int:
+    """The launcher, or the exit code of one that could not be started."""
     with log.open("ab") as out:
         try:
-            launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         except OSError as error:
             out.write(f"vramfarm-runner: cannot start {argv[0]}: {error.strerror}\n".encode())
             return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+
+
+def _wait(launcher: subprocess.Popen[bytes]) -> int:
     while True:
         pid, status = os.waitpid(-1, 0)  # strays too: we are their parent now
         if pid == launcher.pid:
@@ -83,8 +96,8 @@ def _write_durably(path: Path, record: Mapping[str, object]) -> None:
         os.close(fd)
 
 
-def _start_time() -> int:
-    raw = Path("/proc/self/stat").read_bytes()
+def _start_time(pid: int | str) -> int:
+    raw = Path(f"/proc/{pid}/stat").read_bytes()
     return int(raw[raw.rindex(b")") + 2 :].split()[19])
 
 

@@ -72,6 +72,7 @@ class Play:
     patience_s: float  # from the last kill to the end of the run
     runner_deaths: int  # the guardian gives up after five
     content: Callable[[int, int], bytes] | None = None
+    parts: tuple[str, ...] = ()  # kill always these, not by chance
 
 
 @contextmanager
@@ -182,7 +183,9 @@ class Storm:
 
     def _strike(self) -> None:
         roll = self.random.random()
-        if roll < 0.08:
+        if self.play.parts:
+            self._kill(*self.play.parts)
+        elif roll < 0.08:
             self._lose_the_machine()
         elif roll < 0.16:
             self._kill("box")
@@ -240,7 +243,7 @@ class Storm:
 
     def _processes(self) -> list[Process]:
         with self.farm.store.transaction():
-            found = {*find(MARK, self.server_id), *find(Env.RUN, str(self.run_dir))}
+            found = {*find(Env.RUN, str(self.run_dir)), *find(MARK, self.server_id)}  # the first knows the roles
         return sorted(found, key=lambda process: process.pid)
 
     @staticmethod
@@ -254,7 +257,7 @@ class Storm:
         server = self.farm.find(self.server_id).server
         assert (State.STOPPED, "job_succeeded") == (server.state, server.state_reason)
         stopping = [e for e in self._events("server.state_changed") if e.data["state"] in {"stopping", "saving"}]
-        assert 1 == len(stopping)
+        assert 1 == len(stopping), stopping
         manifest = self._check_store()
         committed_at = (self.store / NAME / "checkpoints" / manifest.ref.name / MANIFEST).stat().st_mtime
         assert committed_at <= stopping[0].at.timestamp(), "the server was stopped before its last checkpoint was safe"

@@ -10,6 +10,7 @@ Kill storms without torch: the whole chain of processes, a trainer that starts i
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ finish: {{hold: 0s}}
 """
 
 
+PLAY = Play(
+    seed=0,
+    guardian=(sys.executable, "-I", str(HERE / "guard.py")),
+    job=JOB,
+    steps=STEPS,
+    moments=(),
+    moment_s=4.0,
+    patience_s=60.0,
+    runner_deaths=1000,
+    content=lambda rank, step: content(rank, step, BYTES),
+)
+
+
 @pytest.mark.storm
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + ROUNDS))
@@ -43,16 +57,24 @@ def test_whatever_is_killed_the_run_ends_with_its_last_checkpoint_in_the_store(t
     No step is lost that was committed, nothing is damaged, nothing is left, and the server is stopped.
     """
     dice = random.Random(seed)
-    play = Play(
-        seed=seed,
-        guardian=(sys.executable, "-I", str(HERE / "guard.py")),
-        job=JOB,
-        steps=STEPS,
-        moments=tuple(dice.choices(MOMENTS, k=dice.randint(2, 7))),
-        moment_s=4.0,
-        patience_s=60.0,
-        runner_deaths=1000,
-        content=lambda rank, step: content(rank, step, BYTES),
-    )
+    moments = tuple(dice.choices(MOMENTS, k=dice.randint(2, 7)))
+    with farm_in(tmp_path / "farm") as farm:
+        Storm(replace(PLAY, seed=seed, moments=moments), tmp_path, farm).run()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(("shim", "launcher", "rank"), id="a rank is left and nobody who watches it"),
+        pytest.param(("ranks", "saver"), id="only the launcher is left"),
+        pytest.param(("guardian", "shim", "launcher", "ranks"), id="only the saver is left"),
+    ],
+)
+def test_what_is_left_of_an_attempt_does_not_hold_up_the_next(tmp_path, parts):
+    """
+    Whatever part of it is killed: the rest is ended, and the run goes on.
+    """
+    play = replace(PLAY, moments=("training", "saving"), parts=parts)
     with farm_in(tmp_path / "farm") as farm:
         Storm(play, tmp_path, farm).run()

@@ -161,6 +161,41 @@ def test_an_exit_is_not_known_while_the_shim_lives(spec):
     assert (None, Exit(code=None)) == (before, attempt.read_exit(spec.folder))
 
 
+def shim_and_launcher(spec):
+    """Both, once the shim has written down whom it watches."""
+
+    def written():
+        path = spec.folder / "shim.json"
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        return "launcher" in fields and (fields["pid"], fields["launcher"]["pid"])
+
+    return until(written)
+
+
+@pytest.mark.parametrize(
+    ("dead", "is_unwatched"),
+    [
+        pytest.param((), False, id="none"),
+        pytest.param((0,), False, id="the shim: the launcher watches"),
+        pytest.param((0, 1), True, id="shim and launcher"),
+    ],
+)
+def test_ranks_are_watched_as_long_as_the_launcher_or_its_shim_lives(spec, dead, is_unwatched):
+    """
+    When both are gone, ranks would wait for a dead one for ever.
+    """
+    rank = "import os, time; os.fork() or os.setsid(); time.sleep(60)"
+    attempt.start(replace(spec, argv=python(rank)))
+    until(lambda: len(attempt.live(spec.id).trainers) == 3)
+    both = shim_and_launcher(spec)
+
+    for index in dead:
+        os.kill(both[index], signal.SIGKILL)
+    until(lambda: len(attempt.live(spec.id).trainers) == 3 - len(dead))
+
+    assert is_unwatched is attempt.is_unwatched(spec.folder)
+
+
 def test_an_attempt_that_was_never_started_has_an_unknown_exit(tmp_path):
     """
     A runner that died between writing down a launch and launching leaves no riddle.

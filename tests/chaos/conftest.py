@@ -1,0 +1,5 @@
+"""What a storm found is shown as pytest shows it in a test."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.chaos.storm")
