@@ -57,6 +57,7 @@ RUN set -eu; missing=; \
     mkdir -p /workspace /run/runner; chmod 1777 /workspace /run/runner; ln -s /entrypoint.sh /usr/local/bin/vramfarm-runner
 COPY --from=supervisor /opt/runner /opt/runner
 COPY --chmod=755 entrypoint.sh /entrypoint.sh
-ENV VRAMFARM_WORKSPACE=/workspace
+# RUNNER_STOP_TIMEOUT: the seconds of --stop-timeout, which a container cannot see.
+ENV VRAMFARM_WORKSPACE=/workspace RUNNER_STOP_TIMEOUT=
 WORKDIR /workspace
 ENTRYPOINT ["/opt/runner/bin/tini", "--", "/entrypoint.sh"]

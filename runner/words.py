@@ -66,6 +66,54 @@ def cost(server: Server | None, first_boot_at: datetime | None, now: datetime) -
     return f"{amount.quantize(Decimal('0.01'), ROUND_HALF_UP)} {server.currency}"
 
 
+# ------------------------------------------------------------------------------------- grace
+
+_DOCKERS_GRACE_S = 10.0  # what `docker stop` waits where nobody says more
+_LEAVING_S = 5.0  # from the commit to the end of the last process
+_STEPS_TO_A_SAVE = 3  # a save is agreed on for a step that no rank has reached
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """The time between SIGTERM and SIGKILL, and whether a last save fits in it. `enough` None: nobody can say yet."""
+
+    enough: bool | None
+    line: str
+
+
+def last_save_s(seen: Observed) -> float | None:
+    """How long a last save takes, from the request on, judged by the one before; None before the first."""
+    rate = seen.progress.steps_per_s
+    if not seen.last_save_s or not rate:
+        return None
+    return seen.last_save_s + _STEPS_TO_A_SAVE / rate
+
+
+def grace(save_s: float | None, stop_timeout: str) -> Grace:
+    """`stop_timeout`: RUNNER_STOP_TIMEOUT, because a container cannot see what it was started with."""
+    seconds = _seconds(stop_timeout)
+    known = seconds is not None
+    given_s = seconds if seconds is not None else _DOCKERS_GRACE_S
+    waits = f"docker stop waits {span(given_s)}" + (
+        " (RUNNER_STOP_TIMEOUT)" if known else " unless it was told otherwise"
+    )
+    needed_s = max(120, round(2 * ((save_s or 0) + _LEAVING_S)))
+    hint = f": start the container with --stop-timeout {needed_s} --env RUNNER_STOP_TIMEOUT={needed_s}"
+    if save_s is None:
+        return Grace(None, f"how long a last save takes is known after the first; {waits}{'' if known else hint}")
+    enough = save_s + _LEAVING_S <= given_s
+    verdict = "that is enough" if enough else f"that is too short, the last save may be lost{hint}"
+    return Grace(enough, f"a last save takes about {max(save_s, 0.1):.1f}s; {waits}: {verdict}")
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text.strip().removesuffix("s"))
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None
+
+
 # ---------------------------------------------------------------------------------- actions
 
 

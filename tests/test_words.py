@@ -30,6 +30,8 @@ from runner.words import (
     closing,
     cost,
     describe,
+    grace,
+    last_save_s,
     opening,
     phase,
     progress_line,
@@ -224,3 +226,45 @@ def test_closing_does_not_claim_a_store_that_has_nothing():
 
     assert "weights      none were saved" in finish
     assert "all is in the store" not in finish
+
+
+@pytest.mark.parametrize(
+    ("save_s", "stop_timeout", "enough", "line"),
+    [
+        pytest.param(None, "60", None, "how long a last save takes is known after the first; docker stop waits 1m 00s (RUNNER_STOP_TIMEOUT)", id="before"),
+        pytest.param(4.0, "60", True, "a last save takes about 4.0s; docker stop waits 1m 00s (RUNNER_STOP_TIMEOUT): that is enough", id="enough"),
+        pytest.param(
+            70.0,
+            "60s",
+            False,
+            "a last save takes about 70.0s; docker stop waits 1m 00s (RUNNER_STOP_TIMEOUT): that is too short, the last save "
+            "may be lost: start the container with --stop-timeout 150 --env RUNNER_STOP_TIMEOUT=150",
+            id="too-short",
+        ),
+        pytest.param(
+            7.0,
+            "",
+            False,
+            "a last save takes about 7.0s; docker stop waits 10s unless it was told otherwise: that is too short, the last save "
+            "may be lost: start the container with --stop-timeout 120 --env RUNNER_STOP_TIMEOUT=120",
+            id="not-told",
+        ),
+    ],
+)  # fmt: skip
+def test_whether_the_grace_is_enough_for_a_last_save(save_s, stop_timeout, enough, line):
+    """
+    The time is compared with what was told, or with Docker's default; the cure is named.
+    """
+    found = grace(save_s, stop_timeout)
+
+    assert (enough, line) == (found.enough, found.line)
+
+
+def test_a_last_save_waits_for_the_step_that_is_agreed_on():
+    """
+    Three steps at the present rate, then what the one before took; before the first nobody can say.
+    """
+    seen = replace(SEEN, last_save_s=2.0, progress=Progress(step=10, steps_per_s=0.5))
+
+    assert 8.0 == last_save_s(seen)
+    assert last_save_s(replace(seen, last_save_s=0.0)) is None

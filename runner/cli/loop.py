@@ -40,6 +40,7 @@ from runner.words import Surroundings
 from runner.world import RealWorld, RunFolder, Setting
 
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
+STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
 _IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
 
@@ -88,7 +89,8 @@ def _run(
         setting = _find_out(loaded, env, server)
         _tell_deadline(job, folder, journal.history, server, lifeline)
         world = RealWorld(setting, folder, Disk())
-        teller = Teller(job, folder, _surroundings(folder, server, loaded.workspace), machine=_describe(setting))
+        around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
+        teller = Teller(job, folder, around, machine=_describe(setting), stop_timeout=told)
         _listen(world)
         end = run_loop(job, journal, world, teller)
         teller.close(journal.history, end)

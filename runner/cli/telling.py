@@ -15,7 +15,18 @@ from runner.facts import History, Observed
 from runner.job import Job
 from runner.policy.lifecycle import Accept, Action, End, Wait
 from runner.supervise.logs import Follower
-from runner.words import Surroundings, changes, closing, describe, opening, progress_line, status, still_running
+from runner.words import (
+    Surroundings,
+    changes,
+    closing,
+    describe,
+    grace,
+    last_save_s,
+    opening,
+    progress_line,
+    status,
+    still_running,
+)
 from runner.world import RunFolder
 
 _EARLY: Final = timedelta(seconds=5)
@@ -43,7 +54,10 @@ def _logger() -> structlog.typing.FilteringBoundLogger:
 class Teller:
     """`loop.Tell`: called once a turn, before the action is done."""
 
-    def __init__(self, job: Job, folder: RunFolder, around: Surroundings, *, machine: str) -> None:
+    def __init__(
+        self, job: Job, folder: RunFolder, around: Surroundings, *, machine: str, stop_timeout: str | None = None
+    ) -> None:
+        """`stop_timeout`: what the container was told that `docker stop` waits; None outside containers."""
         self._job, self._folder, self._around, self._machine = job, folder, around, machine
         self._log = _logger()
         self._before: Observed | None = None
@@ -53,6 +67,9 @@ class Teller:
         self._followed: Path | None = None
         self._begun_at = datetime.now(UTC)
         self._message = ""
+        self._stop_timeout = stop_timeout
+        self._save_s = _remembered_save_s(folder.status)
+        self._enough: bool | None = None
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
         if self._before is None:
@@ -61,10 +78,14 @@ class Teller:
                 self._log.info(line)
             if history.conclusion:
                 self._log.info(f"this job is over already ({history.conclusion.outcome}): nothing is trained")
+            else:
+                self._tell_grace(first=True)
         self._echo(seen, history)
         for line in changes(self._before, seen):
             self._say(line)
         self._tell_progress(seen)
+        self._save_s = last_save_s(seen) or self._save_s
+        self._tell_grace(first=False)
         if action is not None and (line := describe(action)):
             self._say(line)
         self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
@@ -102,11 +123,21 @@ class Teller:
             early = seen.now - self._begun_at < _FIRST_MINUTE
             self._progress_at = seen.now + (_EARLY if early else _LATE)
 
+    def _tell_grace(self, *, first: bool) -> None:
+        """At the start, and again when the answer becomes another."""
+        if self._stop_timeout is None:
+            return
+        now = grace(self._save_s, self._stop_timeout)
+        if first or now.enough is not self._enough:
+            self._enough = now.enough
+            self._log.info(now.line)
+
     def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:
         if not acted and self._status_at and seen.now < self._status_at:
             return
         self._status_at = seen.now + _STATUS_EVERY
-        text = json.dumps(status(self._job, history, seen, self._around, self._message), indent=1)
+        picture = status(self._job, history, seen, self._around, self._message) | {"last_save_s": self._save_s}
+        text = json.dumps(picture, indent=1)
         fresh = self._folder.status.with_name(".status.json")
         with suppress(OSError):  # a full disk must not end a run for want of a picture of it
             fresh.write_text(text)
@@ -119,3 +150,10 @@ class Teller:
         for line in closing(self._job, history, self._before, self._around, end):
             self._log.info(f"  {line}")
         self._write_status(self._before, history, acted=True)
+
+
+def _remembered_save_s(path: Path) -> float | None:
+    """What an earlier life found out."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        return float(json.loads(path.read_bytes()).get("last_save_s"))
+    return None
