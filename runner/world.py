@@ -116,7 +116,7 @@ class RealWorld:
         self.checkpoints.sweep()
         self._board = TaskBoard(folder.tasks, str(folder.root))
         self._board.kill_leftovers()
-        pages.remove_stale(folder.root)
+        self._pages_are_tidy = False
         self._life = uuid.uuid4().hex
         self._boot_id = _BOOT_ID.read_text().strip()
         self._store = _StoreView()
@@ -164,8 +164,16 @@ class RealWorld:
             deadline_at=deadline(self._job.limits, opened, self._setting.server),
             last_upload_s=self._store.last_upload_s,
         )
-        running = bool(history.attempts) and history.attempts[-1].ending is None
-        return self._sight.look(seen, history.attempts[-1]) if running else seen
+        if history.attempts and history.attempts[-1].ending is None:
+            return self._sight.look(seen, history.attempts[-1])
+        self._tidy_pages()  # only now: the page of a dead attempt says how far it came
+        return seen
+
+    def _tidy_pages(self) -> None:
+        """Once a life: those of a runner that died between writing down an exit and removing the page."""
+        if not self._pages_are_tidy:
+            pages.remove_stale(self._folder.root)
+            self._pages_are_tidy = True
 
     def _damaged(self) -> tuple[str, ...]:
         with suppress(FileNotFoundError):

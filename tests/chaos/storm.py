@@ -315,6 +315,7 @@ class Witness:
         self._offsite_floor = 0
         self._attempts: list[dict[str, Any]] = []
         self.resumed: list[int] = []
+        self.ended: dict[int, int] = {}  # attempt -> the step that it came to, as the journal says
 
     def look(self) -> None:
         self._look_at_attempts()
@@ -329,7 +330,9 @@ class Witness:
         self._checked = {path for path in self._checked if path.is_relative_to(self._offsite)}
 
     def _look_at_attempts(self) -> None:
-        launched = [e for e in events(self._run_dir / "journal.jsonl") if e["event"] == "launched"]
+        journal = events(self._run_dir / "journal.jsonl")
+        launched = [event for event in journal if event["event"] == "launched"]
+        self.ended |= enumerate([event["step"] for event in journal if event["event"] == "exited"], 1)
         for attempt in launched[len(self._attempts) :]:
             begins = attempt["resume"]["step"] if attempt["resume"] else 0
             assert begins >= self._floor, f"attempt {attempt['number']} began at {begins}, {self._floor} was committed"

@@ -73,8 +73,11 @@ def test_whatever_is_killed_the_run_ends_with_its_last_checkpoint_in_the_store(t
 )
 def test_what_is_left_of_an_attempt_does_not_hold_up_the_next(tmp_path, parts):
     """
-    Whatever part of it is killed: the rest is ended, and the run goes on.
+    Whatever part of it is killed: the rest is ended, the run goes on, and the journal says how far it came.
     """
-    play = replace(PLAY, moments=("training", "saving"), parts=parts)
+    play = replace(PLAY, moments=("training", "saving"), moment_s=30.0, parts=parts)
     with farm_in(tmp_path / "farm") as farm:
-        Storm(play, tmp_path, farm).run()
+        storm = Storm(play, tmp_path, farm)
+        storm.run()
+
+    assert 0 < storm.witness.ended[1]
