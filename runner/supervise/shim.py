@@ -25,6 +25,10 @@ _RECORD_BYTES = 512
 _OPEN_FILES = 65_535
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_CGROUPS = (  # of this container, by version 2 and 1: what counts, and the limit
+    ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory.max"),
+    ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
 def main(folder: Path, argv: list[str]) -> int:
@@ -32,6 +36,7 @@ def main(folder: Path, argv: list[str]) -> int:
     _write_durably(folder / "shim.json", me)
     _reserve(folder / "exit.json.tmp")
     _prepare()
+    killed_before, _ = _oom_kills()
     launcher = _start(argv, folder / "launcher.log")
     if isinstance(launcher, int):
         code = launcher
@@ -40,7 +45,11 @@ def main(folder: Path, argv: list[str]) -> int:
         with suppress(OSError):  # a full disk must not end the one who waits
             _write_durably(folder / "shim.json", me | {"launcher": watched})
         code = _wait(launcher)
-    _write_durably(folder / "exit.json", {"code": code, "at": datetime.now(UTC).isoformat()})
+    record: dict[str, object] = {"code": code, "at": datetime.now(UTC).isoformat()}
+    killed, limit = _oom_kills()
+    if killed > killed_before:
+        record |= {"oom_kills": killed - killed_before, "memory_limit": limit}
+    _write_durably(folder / "exit.json", record)
     return code
 
 
@@ -71,6 +80,17 @@ def _wait(launcher: subprocess.Popen[bytes]) -> int:
         if pid == launcher.pid:
             launcher.returncode = os.waitstatus_to_exitcode(status)
             return launcher.returncode
+
+
+def _oom_kills() -> tuple[int, int]:
+    """Processes of this container that the kernel killed for want of memory, and the limit; zeros where nobody counts."""
+    for counter, limit in _CGROUPS:
+        with suppress(OSError, ValueError):
+            lines = Path(counter).read_text().splitlines()
+            killed = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+            text = Path(limit).read_text().strip()
+            return killed, int(text) if text.isdecimal() else 0
+    return 0, 0
 
 
 def _reserve(path: Path) -> None:

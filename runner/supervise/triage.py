@@ -8,6 +8,7 @@ the root cause is only the first it noticed.
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from runner.facts import Exit
 from runner.supervise.logs import find_streams, read_tail
 
 _MAX_MESSAGE: Final = 300
+_NO_LIMIT: Final = 1 << 60  # cgroup 1 has a number for it, near 2^63
 _TERMINATED: Final = -int(signal.SIGTERM)  # in torchrun's table: it ended that rank itself
 
 _PREFIX: Final = re.compile(r"^(?:\[default\d+\]:)?(?:\[rank\d+\]:\s?)?")
@@ -76,11 +78,14 @@ def first_error(folder: Path, ended: Exit) -> str:
     """Return one line: which rank, its error, and the log to read. Reads the ends of the logs only."""
     errors = _rank_errors(folder)
     real = sorted((e for e in errors if not e.is_secondary), key=lambda e: (e.written_ns, e.rank))
-    if real:
-        return _tell(real[0], alike=[e for e in real if e.message == real[0].message], errors=errors)
     launcher = folder / "launcher.log"
     lines = read_tail(launcher)
     codes = _exit_codes(lines)
+    killed = -signal.SIGKILL in {*codes.values(), ended.code}
+    if (not real or killed) and (out_of_memory := _out_of_memory(folder, codes, launcher)):
+        return out_of_memory
+    if real:
+        return _tell(real[0], alike=[e for e in real if e.message == real[0].message], errors=errors)
     return (
         _killed(codes, launcher)
         or _silent(codes, errors, launcher)
@@ -128,6 +133,20 @@ def _messages(lines: Sequence[str]) -> list[str]:
 def _exit_codes(lines: Sequence[str]) -> dict[int, int]:
     """Exit code by rank, from torchrun's table."""
     return {int(match["rank"]): int(match["code"]) for match in _TABLE.finditer("\n".join(lines))}
+
+
+def _out_of_memory(folder: Path, codes: dict[int, int], log: Path) -> str:
+    """The shim asked the kernel, which counts whom it killed."""
+    try:
+        record = json.loads((folder / "exit.json").read_bytes())
+        kills, limit = int(record["oom_kills"]), int(record["memory_limit"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    rank = next((f"rank {rank}" for rank, code in sorted(codes.items()) if code == -signal.SIGKILL), "a process")
+    more = f" and {kills - 1} more" if kills > 1 else ""
+    had = f"the container may have {limit / 1e9:.1f} GB" if 0 < limit < _NO_LIMIT else "the container has no limit"
+    cure = "give it more (docker run --memory), or use fewer data workers or smaller batches"
+    return f"out of memory: the kernel killed {rank}{more}; {had}: {cure}; see {log}"
 
 
 def _killed(codes: dict[int, int], log: Path) -> str:

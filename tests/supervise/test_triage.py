@@ -1,5 +1,6 @@
 """Real torchrun where its table matters, real Python errors elsewhere."""
 
+import json
 import os
 import subprocess
 import sys
@@ -98,6 +99,34 @@ def test_a_killed_rank_is_named_though_only_others_talk(torchrun):
     assert first_error(folder, ended).startswith(
         "rank 1 was killed by SIGKILL (out of memory? the kernel kills so); see "
     )
+
+
+@pytest.mark.parametrize(
+    ("record", "log", "said"),
+    [
+        pytest.param(
+            {"code": -9, "oom_kills": 1, "memory_limit": 300_000_000},
+            "",
+            "out of memory: the kernel killed a process; the container may have 0.3 GB: give it more",
+            id="the program itself",
+        ),
+        pytest.param(
+            {"code": 1, "oom_kills": 3, "memory_limit": (1 << 63) - 4096},
+            table(r0=-15, r1=-9),
+            "out of memory: the kernel killed rank 1 and 2 more; the container has no limit: give it more",
+            id="a rank",
+        ),
+        pytest.param({"code": -9}, "", "the launcher was killed by SIGKILL; see", id="somebody else's SIGKILL"),
+    ],
+)
+def test_a_kill_for_want_of_memory_is_named_as_such(tmp_path, record, log, said):
+    """
+    The kernel counts whom it kills in a container: what the shim read there is no guess.
+    """
+    (tmp_path / "exit.json").write_text(json.dumps(record))
+    (tmp_path / "launcher.log").write_text(log)
+
+    assert first_error(tmp_path, Exit(code=record["code"])).startswith(said)
 
 
 def test_a_silent_exit_is_named_with_its_code(torchrun):
