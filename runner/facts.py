@@ -335,7 +335,7 @@ class CardTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemory:
-    """/dev/shm as `df` or `mount` tells it. `need_bytes`: what a program asked for in vain."""
+    """The `/dev/shm` that `df` or `mount` tells of. `need_bytes`: what a program asked for in vain."""
 
     size_bytes: int | None = None
     used_bytes: int | None = None
