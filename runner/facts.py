@@ -62,6 +62,33 @@ class Attempt:
     reason: str = ""  # first error, for a human
 
 
+class Decision(StrEnum):
+    """What triage advises after a failed attempt."""
+
+    RETRY_AS_IS = "retry_as_is"
+    RETRY_ENV = "retry_env"  # with one recorded change
+    RESUME = "resume"
+    GIVE_UP_USER = "give_up_user"
+    GIVE_UP_MACHINE = "give_up_machine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The first real error of an attempt; `rank` is None if it was none or all of them."""
+
+    label: str
+    category: str
+    rank: int | None
+    primary_line: str  # one whole line of a log; empty: no line names an error
+    primary_line_no: int | None
+    cause: str
+    remedy: str
+    decision: Decision
+    env: Mapping[str, str]  # the one change that a retry makes
+    confidence: str  # high, medium or low
+    summary: str = ""  # one line for a human: who, what, and the log to read
+
+
 class Outcome(StrEnum):
     """Why the job is over. Each has one exit code, in `errors.py`."""
 
@@ -366,7 +393,8 @@ class BusBandwidth:
     size_bytes: int | None
     algbw: float | None
     busbw: float | None
-    average: float | None = None
+    average: float | None = None  # as printed, over all sizes: never judge by it
+    rows_omitted: bool = False  # that average is of more rows than the text has
     models: tuple[str, ...] = ()
     num_wrong: int = 0  # elements with a wrong sum
     others: tuple[tuple[int, float], ...] = ()

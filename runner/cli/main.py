@@ -27,6 +27,7 @@ USAGE: Final = JobError.exit_code
 COMMANDS: Final[Mapping[str, str]] = {
     "run": "run the job and stop the server when it is over (what happens without a command)",
     "validate": "say what a job would do; start nothing",
+    "explain": "say what a saved reading of a machine means (nvidia-smi topo -m, df, all_reduce_perf, …)",
     "status": "how a run is doing",
     "logs": "what the ranks and the launcher wrote",
     "stop": "save, end the job, stop the server",

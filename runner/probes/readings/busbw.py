@@ -12,6 +12,7 @@ from runner.probes.readings.text import parse_size
 
 _GIB: Final = 1 << 30
 _BILLION: Final = 1e9
+_ROUNDING: Final = 0.02
 _NUMBER: Final = r"(\d{1,7}(?:\.\d{1,9})?)"
 
 # nccl-tests
@@ -20,12 +21,17 @@ _RANK: Final = re.compile(r"#?\s*Rank\s+(\d{1,5})\b.*?\bdevice\s+\S+\s+\[[^\]]{1
 _NUM_GPUS: Final = re.compile(r"#?\s*nThreads?:?\s+(\d{1,4})\s+nGpus:?\s+(\d{1,4})")
 _AVERAGE: Final = re.compile(rf"Av(?:era)?g(?:e)? bus (?:bandwidth|bw)\s*:\s*{_NUMBER}", re.IGNORECASE)
 _WRONG: Final = re.compile(r"Out of bounds values\s*:\s*(\d{1,15})\s+(?:FAILED|OK)")
-_DEFAULT_HEAD: Final = tuple("size count type redop root time algbw busbw #wrong time algbw busbw #wrong".split())
-_FAILURE: Final = re.compile(r"Test (?:NCCL|CUDA) failure|unhandled (?:system|cuda) error|NCCL WARN .{0,200}(?:failed|error)")
+_TIMES: Final = ("time", "algbw", "busbw", "wrong")
+_DEFAULT_HEAD: Final = ("size", "count", "type", "redop", "root", *_TIMES, *_TIMES)
+_FAILURE: Final = re.compile(
+    r"Test (?:NCCL|CUDA) failure|unhandled (?:system|cuda) error|NCCL WARN .{0,200}(?:failed|error)"
+)
 
 # the rest
 _RANKS: Final = re.compile(r"\b(\d{1,5})\s*(?:x\s*)?(?:GPUs?|ranks?|cards?)\b", re.IGNORECASE)
-_BUS: Final = re.compile(rf"\b(?:bus[\s_]?(?:bw|bandwidth)|bw[\s_]?bus)\b\W{{0,20}}{_NUMBER}\s*(GB/?p?s|Gb/?p?s)\b", re.IGNORECASE)
+_BUS: Final = re.compile(
+    rf"\b(?:bus[\s_]?(?:bw|bandwidth)|bw[\s_]?bus)\b\W{{0,20}}{_NUMBER}\s*(GB/?p?s|Gb/?p?s)\b", re.IGNORECASE
+)
 _ALG: Final = re.compile(rf"\balg(?:orithm)?[\s_]?(?:bw|bandwidth)\b\W{{0,20}}{_NUMBER}\s*GB/?p?s\b", re.IGNORECASE)
 _PAYLOAD: Final = re.compile(r"\b(\d{1,7}(?:\.\d+)?\s?[KMG]i?B)\s+payload", re.IGNORECASE)
 _PER_SECOND: Final = re.compile(rf"{_NUMBER} all-reduces of {_NUMBER} ?GiB per second")
@@ -41,7 +47,7 @@ def recognise(lines: Sequence[str]) -> bool:
 def parse(lines: Sequence[str]) -> BusBandwidth | Broken:
     rows = _rows(lines)
     if rows:
-        return _from_table(lines, max(rows, key=lambda row: row.size_bytes))
+        return _from_table(lines, rows)
     if any(_HEAD.match(line) for line in lines):
         failure = next((line.strip() for line in lines if _FAILURE.search(line)), "")
         what = f"it failed: {failure[:200]!r}" if failure else "its head is there, no measurement is"
@@ -56,6 +62,7 @@ def parse(lines: Sequence[str]) -> BusBandwidth | Broken:
 class _Row:
     size_bytes: int
     best: tuple[float, float]  # busbw, algbw
+    mean: float  # busbw
     num_wrong: int
 
 
@@ -79,25 +86,28 @@ def _row(tokens: Sequence[str], head: Sequence[str]) -> _Row | None:
     pairs = [(b, a) for b, a in zip(bus, alg, strict=False) if b is not None and a is not None]
     if not pairs or len(tokens[0]) > 15:  # noqa: PLR2004  # a petabyte
         return None
-    wrong = sum(int(token) for name, token in under if name in {"wrong", "#wrong"} and token.isdecimal())
-    return _Row(int(tokens[0]), max(pairs), wrong)
+    wrong = sum(int(token) for name, token in under if name == "wrong" and token.isdecimal())
+    return _Row(int(tokens[0]), max(pairs), sum(b for b, _ in pairs) / len(pairs), wrong)
 
 
 def _float(token: str) -> float | None:
     return float(token) if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", token) else None
 
 
-def _from_table(lines: Sequence[str], row: _Row) -> BusBandwidth:
+def _from_table(lines: Sequence[str], rows: Sequence[_Row]) -> BusBandwidth:
+    row = max(rows, key=lambda row: row.size_bytes)
     cards = {int(match[1]): match[2].strip() for line in lines if (match := _RANK.match(line))}
     started = next((match for line in lines if (match := _NUM_GPUS.match(line))), None)
     ranks = max(cards) + 1 if cards else int(started[1]) * int(started[2]) if started else _count(lines)
     wrong = max((int(match[1]) for line in lines if (match := _WRONG.search(line))), default=0)
+    average, mean = _average(lines), sum(row.mean for row in rows) / len(rows)
     return BusBandwidth(
         ranks=ranks,
         size_bytes=row.size_bytes,
         algbw=row.best[1],
         busbw=row.best[0],
-        average=_average(lines),
+        average=average,
+        rows_omitted=average is not None and abs(average - mean) > _ROUNDING * mean,
         models=tuple(sorted(set(cards.values()) - {""})),
         num_wrong=max(wrong, row.num_wrong),
     )

@@ -83,9 +83,32 @@ def _column(columns: Sequence[str], rows: Sequence[tuple[str, ...]], name: str) 
 
 def _pcie(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> tuple[PcieLink, ...]:
     places = {field: at for at, column in enumerate(columns) if (field := _PCIE.get(column))}
+    if not columns:
+        places = _pcie_by_shape(rows)
     if not places:
         return ()
     return tuple(PcieLink(**{field: _whole(cells[at]) for field, at in places.items()}) for cells in rows)
+
+
+def _pcie_by_shape(rows: Sequence[tuple[str, ...]]) -> dict[str, int]:
+    """
+    Without a head: the one place where generation and width stand twice in a row, what can be and what is.
+
+    What is never exceeds what can be; where all are equal it does not matter which is which.
+    """
+    width = len(rows[0]) if rows else 0
+    found = [at for at in range(width - 3) if all(map(_is_link_twice, (cells[at : at + 4] for cells in rows)))]
+    if len(found) != 1:
+        return {}
+    at = found[0]
+    first_is_most = all(int(cells[at]) >= int(cells[at + 2]) for cells in rows)
+    names = ("gen_max", "width_max", "gen", "width") if first_is_most else ("gen", "width", "gen_max", "width_max")
+    return {name: at + place for place, name in enumerate(names)}
+
+
+def _is_link_twice(cells: Sequence[str]) -> bool:
+    gens, widths = cells[::2], cells[1::2]
+    return set(gens) <= {*"123456"} and set(widths) <= {"1", "2", "4", "8", "16", "32"}
 
 
 def _whole(cell: str) -> int | None:

@@ -8,7 +8,9 @@ from typing import Final
 
 from runner.facts import Broken, ReadingKind
 
-_RENT_ANOTHER: Final = "the driver of this machine does not work, and nothing inside a container mends it: rent another one"
+_RENT_ANOTHER: Final = (
+    "the driver of this machine does not work, and nothing inside a container mends it: rent another one"
+)
 _SAYINGS: Final[tuple[tuple[re.Pattern[str], ReadingKind, str, str], ...]] = (
     (
         re.compile(r"Unable to determine the device handle for GPU", re.IGNORECASE),

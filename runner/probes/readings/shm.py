@@ -18,12 +18,14 @@ _NEED: Final = re.compile(r"shared memory segment\b.{0,200}?\(size (\d{1,15})\)"
 _FULL: Final = re.compile(
     r"posix_fallocate failed|shared memory segment|insufficient shared memory|/dev/shm/\S{1,200}.{0,80}No space left"
 )
-_MISSING: Final = re.compile(r"/dev/shm\S{0,4}: No such file or directory")
+_MISSING: Final = re.compile(rf"{_PLACE}\S{{0,4}}: No such file or directory")
 _DEFAULT_UNIT: Final = 1024  # of a bare number, as `df` counts
 
 
 def recognise(lines: Sequence[str]) -> bool:
-    return any(_is_entry(line) or _MOUNTED.search(line) or _FULL.search(line) or _MISSING.search(line) for line in lines)
+    return any(
+        _is_entry(line) or _MOUNTED.search(line) or _FULL.search(line) or _MISSING.search(line) for line in lines
+    )
 
 
 def parse(lines: Sequence[str]) -> SharedMemory | Broken:
@@ -33,7 +35,9 @@ def parse(lines: Sequence[str]) -> SharedMemory | Broken:
     mounted = next((match[1] for line in lines if (match := _MOUNTED.search(line))), "")
     if mounted:
         size = parse_size(mounted)
-        return _broken(f"expected a size in bytes, got size={mounted}") if size is None else SharedMemory(size_bytes=size)
+        return (
+            _broken(f"expected a size in bytes, got size={mounted}") if size is None else SharedMemory(size_bytes=size)
+        )
     if any(_FULL.search(line) for line in lines):
         return _refused(lines)
     return _broken("there is no /dev/shm on this machine")
@@ -46,7 +50,9 @@ def _is_entry(line: str) -> bool:
 
 def _entry(lines: Sequence[str], at: int) -> SharedMemory | Broken:
     """The three figures before the percentage, whatever stands before them (a name, a type, or a line of its own)."""
-    head = next((line for line in reversed(lines[:at]) if _PLACE not in line and "%" in line and not _is_figures(line)), "")
+    head = next(
+        (line for line in reversed(lines[:at]) if _PLACE not in line and "%" in line and not _is_figures(line)), ""
+    )
     if _INODES.search(f" {head} "):
         return _broken("these are numbers of files (df -i), not bytes")
     figures = [parse_size(token, unit_bytes=_unit(head)) for token in lines[at].split()[:-2][-3:]]
