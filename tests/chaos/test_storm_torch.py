@@ -83,8 +83,8 @@ def test_a_run_that_was_killed_again_and_again_learns_the_same_to_the_last_bit(t
         job=JOB,
         steps=STEPS,
         moments=(*dice.sample(MOMENTS, len(MOMENTS)), "ended"),
-        moment_s=20.0,
-        patience_s=90.0,
+        moment_s=40.0,
+        patience_s=120.0,
         runner_deaths=2,
     )
     with farm_in(tmp_path / "farm") as farm:
