@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[2]
-PATIENCE_S = 120.0  # a start of torch on a machine that does much else
+PATIENCE_S = 300.0  # a start of torch on a machine that does much else takes a minute
 _numbers = itertools.count()
 
 

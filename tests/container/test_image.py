@@ -1,0 +1,114 @@
+"""What is in the image, what is not, and what it may stand on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.container.engine import PROJECT, build, docker
+
+OTHERS = {
+    "python 3.10": "FROM python:3.10-slim-bookworm\n",
+    "no python": "FROM debian:bookworm-slim\n"
+    "RUN cd /usr/lib/x86_64-linux-gnu && rm -f libssl* libcrypto* libffi* libsqlite3* libexpat* libbz2* libuuid* libreadline*\n",
+}
+NO_TORCH = "RUN d=$(python3 -c 'import site; print(site.getsitepackages()[0])') && mkdir $d/torch && touch $d/torch/__init__.py\n"
+
+
+def size(image: str) -> int:
+    return int(docker("inspect", "--format", "{{.Size}}", image))
+
+
+def test_the_image_adds_less_than_400_mb(image, torch_base):
+    """
+    To a base that has torch.
+    """
+    assert 400_000_000 > size(image) - size(torch_base)
+
+
+def test_the_history_has_no_secret_and_no_layer_a_cache(image):
+    """
+    Nothing is passed in that could be one, and neither pip nor apt leaves anything.
+    """
+    history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image).lower()
+    leftovers = "ls -A /root/.cache /var/lib/apt/lists /opt/src /src /tmp /wheelhouse 2>/dev/null; find / -xdev -name '*.whl' 2>/dev/null"
+
+    found = docker("run", "--rm", "--entrypoint", "sh", image, "-c", leftovers)
+
+    assert not [word for word in ("token", "password", "secret", "api_key", "aws_") if word in history]
+    assert "partial" not in found
+    assert not [
+        line for line in found.splitlines() if line and not line.endswith(":") and line not in {"auxfiles", "lock"}
+    ]
+
+
+def test_tini_is_pid_1_and_the_entrypoint_takes_any_command(image, code):
+    """
+    `docker run IMAGE validate job.yaml`; no option means run.
+    """
+    code.write("name: a\ncommand: train.py\n")
+    entrypoint = json.loads(docker("inspect", "--format", "{{json .Config.Entrypoint}}", image))
+
+    said = docker("run", "--rm", *code.mounts, image, "validate", "/job/job.yaml")
+
+    assert ["/opt/runner/bin/tini", "--", "/entrypoint.sh"] == entrypoint
+    assert "torchrun train.py" in said
+
+
+def test_a_command_line_that_is_not_understood_ends_at_once(box):
+    """
+    Exit code 2, once: it is not tried again.
+    """
+    typo = box()
+
+    typo.run("--cofnig", "/job/job.yaml")
+
+    assert 2 == typo.wait(30), typo.log()
+    assert 1 == typo.log().count("unrecognized arguments: --cofnig")
+
+
+@pytest.mark.parametrize("base", OTHERS)
+def test_the_supervisor_brings_its_own_python(box, small, base, engine):
+    """
+    It does not care which one the base image has, or whether there is one; the job runs with the base's.
+    """
+    python = "python" in base.split()[0]
+    other = build("-", dockerfile=OTHERS[base] + (NO_TORCH if python else ""))
+    packages = () if python else ("--build-arg", "DEBIAN_PACKAGES=")
+    made = build("--build-arg", f"BASE_IMAGE={other}", *packages, str(PROJECT))
+
+    there = box(*small(steps=10).mounts, image=made)
+    there.run("--config", "/job/job.yaml")
+
+    if python:
+        assert 0 == there.wait(), there.log()
+        assert "training with /usr/local/bin/python3" in there.log()
+    else:
+        assert 2 == there.wait(), there.log()
+        assert "python: auto: expected torch, found none" in there.log()
+    assert "3.11" in docker("run", "--rm", "--entrypoint", "/opt/runner/bin/python", made, "-I", "--version")
+
+
+def test_an_image_of_ones_own_takes_the_job_as_text(image, code, small):
+    """
+    `FROM vramfarm/runner` and `COPY`: nothing is mounted; the job comes in RUNNER_JOB, or on standard input.
+    """
+    text = (small(steps=10, more="finish: {hold: 0s}\n").folder / "job.yaml").read_text().replace("/job", "/code")
+    (code.folder / "Dockerfile").write_text(f"FROM {image}\nCOPY fake_trainer.py /code/\n")
+    mine = build(str(code.folder))
+
+    by_variable = docker("run", "--rm", "--env", f"RUNNER_JOB={text}", mine, check=False)
+    by_input = subprocess.run(
+        ["docker", "run", "--rm", "--interactive", mine, "--config", "-"],
+        input=text,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert "" == by_variable
+    assert 0 == by_input.returncode, by_input.stderr
+    assert "conclude succeeded" in by_input.stderr
