@@ -8,7 +8,6 @@ from typing import Final
 
 from runner.facts import Broken, Fabric, FabricState, ReadingKind
 
-_FIELD: Final = re.compile(r"\s*([^:]{1,64}?)\s*:\s*(.{0,200}?)\s*")
 _CARD: Final = re.compile(r"\s*GPU [0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d\s*")
 _BLOCK: Final = re.compile(r"\s*Fabric\s*")
 _HEAD: Final = re.compile(r"=+NVSMI LOG=+|\s*Attached GPUs\s*:|\s*Product (?:Name|Architecture)\s*:")
@@ -41,9 +40,9 @@ def _blocks(lines: Sequence[str]) -> Iterator[dict[str, str]]:
             continue
         fields: dict[str, str] = {}
         while at < len(lines) and _belongs(lines[at], head):
-            match = _FIELD.fullmatch(lines[at])
-            if match:
-                fields.setdefault(match[1].lower(), match[2])
+            name, colon, value = lines[at].partition(":")
+            if colon:
+                fields.setdefault(name.strip().lower(), value.strip()[:200])
             at += 1
         yield fields
 

@@ -116,6 +116,8 @@ def complaint(matrix: Matrix, num_pairs: int) -> str:
         at = matrix.columns.index(name) if name in matrix.columns else None
         if at is None or (at < len(cells) and cells[at] not in {SELF, ""}) or SELF in cells[:at] + cells[at + 1 :]:
             return f"row {name}: expected the self entry X under {name}, found it elsewhere: the columns are not those of the head"
+    if "" in matrix.columns:
+        return "the head of the table is missing: nobody can tell what its columns are"
     expected = len(matrix.gpus) * (len(matrix.gpus) - 1) // 2
     if num_pairs < expected:
         return f"the table is cut: {num_pairs} of {expected} pairs of {len(matrix.gpus)} cards can be read"
@@ -203,7 +205,7 @@ def _with_columns(matrix: Matrix) -> Matrix | None:
 
 def _columns_by_self(rows: Mapping[str, Sequence[str]]) -> list[str]:
     width = max(map(len, rows.values()))
-    columns = [f"column {at}" for at in range(width)]
+    columns = [""] * width
     for name, cells in rows.items():
         if cells.count(SELF) == 1:
             columns[cells.index(SELF)] = name

@@ -15,7 +15,7 @@ _STATUS: Final = re.compile("CNS|GNS|TNS|NS|DR|OK|U")
 _WEAKER: Final = {word: at for at, word in enumerate(_WORDS)}
 _LEGEND: Final = re.compile(r"\s*OK\s+=|.*topo\s+-p2p\b")
 _SAID: Final = re.compile(
-    r"Device\s*=?\s*(\d{1,3})\s+(CAN|CANNOT)\s+Access Peer Device\s*=?\s*(\d{1,3})", re.IGNORECASE
+    r"Device\s?=?\s?(\d{1,3})\s+(CAN|CANNOT)\s+Access Peer Device\s?=?\s?(\d{1,3})", re.IGNORECASE
 )
 _TITLE: Final = re.compile(r"\s*P2P Connectivity Matrix")
 _DIGITS: Final = re.compile(r"\s*\d{1,3}(?:\s+[01])+\s*")

@@ -16,7 +16,7 @@ _INODES: Final = re.compile(r"\sI\S{4,8}\s+I\S+\s+I")
 _MOUNTED: Final = re.compile(r"\s(?:on )?/dev/shm\s(?:type )?\s*\w+\s.*?\bsize=(\d{1,15}[kmgt]?%?)", re.IGNORECASE)
 _NEED: Final = re.compile(r"shared memory segment\b.{0,200}?\(size (\d{1,15})\)")
 _FULL: Final = re.compile(
-    r"posix_fallocate failed|shared memory segment|insufficient shared memory|/dev/shm/\S{1,200}.{0,80}No space left"
+    r"posix_fallocate failed|shared memory segment|insufficient shared memory|/dev/shm/.{1,280}No space left"
 )
 _MISSING: Final = re.compile(rf"{_PLACE}\S{{0,4}}: No such file or directory")
 _DEFAULT_UNIT: Final = 1024  # of a bare number, as `df` counts
