@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.chaos.storm")
+pytest.register_assert_rewrite("tests.chaos.storm", "tests.chaos.witness")

@@ -27,22 +27,19 @@ from runner.job import OffloadPolicy
 from runner.simulator.farm import Farm, Pace
 from runner.simulator.main import Options, serving
 from runner.simulator.model import Event, Policy, ServerCreate, State
-from runner.storage.checkpoints import CheckpointDir
-from runner.storage.checksums import crc32
-from runner.storage.disk import Disk
 from runner.storage.journal import events
 from runner.storage.offsite import open_store, transfer
 from runner.supervise import page as pages
-from runner.supervise.process import Process, end_all, find, is_alive, kill
-from vramfarm.protocol import CHUNK_BYTES, MANIFEST, TEMPORARY, Env, Manifest, ProtocolError, Slot, parse_manifest
+from runner.supervise.process import Process, end_all, find, kill
+from tests.chaos.parts import PARTS, command_line, name_part, sort_parts
+from tests.chaos.witness import LOOK_S, Content, Witness, check_checkpoint
+from vramfarm.protocol import MANIFEST, TEMPORARY, Env, Manifest, Slot
 
 BOX: Final = Path(__file__).with_name("box.py")
 MARK: Final = "VRAMFARM_SERVER_ID"
 NAME: Final = "storm"
 PACE: Final = Pace(stage=0.0, restart=0.1, tick=0.05)
-LOOK_S: Final = 0.05
 POLL_S: Final = 0.004
-PARTS: Final = ("guardian", "runner", "shim", "launcher", "rank", "ranks", "saver", "tasks")
 TRAINING: Final = {"shim", "launcher", "rank", "ranks", "saver"}
 MOMENTS: Final = (
     "soon",
@@ -71,7 +68,7 @@ class Play:
     moment_s: float  # at most this long
     patience_s: float  # from the last kill to the end of the run
     runner_deaths: int  # the guardian gives up after five
-    content: Callable[[int, int], bytes] | None = None
+    content: Content | None = None
     parts: tuple[str, ...] = ()  # kill always these, not by chance
 
 
@@ -101,7 +98,7 @@ class Storm:
         argv = [sys.executable, "-I", str(BOX), *play.guardian, "--config", str(job)]
         self.server_id = farm.create(_wish(argv)).server.id
         self.run_dir = farm.host.disk(self.server_id).resolve() / NAME
-        self.witness = Witness(play, self.run_dir, self.store / NAME, self._find_attempt)
+        self.witness = Witness(self.run_dir, self.store / NAME, self._find_attempt, play.content)
         self.killed: list[str] = []
         self.num_kills = 0
         self._deaths: Counter[Process] = Counter()
@@ -236,10 +233,7 @@ class Storm:
 
     def _parts(self) -> dict[str, list[Process]]:
         """The processes of the run by what they are."""
-        parts: dict[str, list[Process]] = {name: [] for name in (*PARTS, "box", "other")}
-        for process in self._processes():
-            parts[_part(process)].append(process)
-        return parts
+        return sort_parts(self._processes())
 
     def _processes(self) -> list[Process]:
         with self.farm.store.transaction():
@@ -286,7 +280,7 @@ class Storm:
         log = self.farm.host.log(self.server_id)
         tail = log.read_text(errors="replace").splitlines()[-60:] if log.exists() else []
         journal = self.run_dir / "journal.jsonl"
-        alive = [f"{_part(p)} {p.pid} {p.role} {_argv(p)[:6]}" for p in self._processes()]
+        alive = [f"{name_part(p)} {p.pid} {command_line(p)[:6]}" for p in self._processes()]
         lines = [
             f"seed {self.play.seed}, {self.num_kills} kills, in {self.folder}",
             *self.killed,
@@ -298,122 +292,6 @@ class Storm:
             *tail,
         ]
         return "\n".join(lines)
-
-
-class Witness:
-    """Looks on from outside, many times a second, and checks what must hold at any time."""
-
-    def __init__(
-        self, play: Play, run_dir: Path, offsite: Path, find_attempt: Callable[[str], tuple[Process, ...]]
-    ) -> None:
-        self.next_look = 0.0
-        self._play, self._run_dir, self._offsite = play, run_dir, offsite / "checkpoints"
-        self._find_attempt = find_attempt
-        self._local = CheckpointDir(run_dir / "checkpoints", Disk())
-        self._checked: set[Path] = set()
-        self._floor = 0  # no attempt that begins from now on may begin before this step
-        self._offsite_floor = 0
-        self._attempts: list[dict[str, Any]] = []
-        self.resumed: list[int] = []
-        self.ended: dict[int, int] = {}  # attempt -> the step that it came to, as the journal says
-
-    def look(self) -> None:
-        self._look_at_attempts()
-        self._look_at_checkpoints()
-        self.next_look = time.monotonic() + LOOK_S
-
-    def lost(self) -> None:
-        """The disk goes now, and all that is only on it."""
-        self._look_at_checkpoints()
-        self._floor = self._offsite_floor
-        self._attempts = []
-        self._checked = {path for path in self._checked if path.is_relative_to(self._offsite)}
-
-    def _look_at_attempts(self) -> None:
-        journal = events(self._run_dir / "journal.jsonl")
-        launched = [event for event in journal if event["event"] == "launched"]
-        self.ended |= enumerate([event["step"] for event in journal if event["event"] == "exited"], 1)
-        for attempt in launched[len(self._attempts) :]:
-            begins = attempt["resume"]["step"] if attempt["resume"] else 0
-            assert begins >= self._floor, f"attempt {attempt['number']} began at {begins}, {self._floor} was committed"
-            self.resumed.append(begins)
-        self._attempts = launched
-        assert [*range(1, len(launched) + 1)] == [attempt["number"] for attempt in launched]
-        self._look_at_two(launched)
-
-    def _look_at_two(self, launched: list[dict[str, Any]]) -> None:
-        """The later attempt first: whoever of the earlier one is alive after that lived beside it."""
-        if len(launched) > 1 and self._find_attempt(launched[-1]["id"]):
-            both = [process for process in self._find_attempt(launched[-2]["id"]) if is_alive(process)]
-            assert [] == both, f"attempts {launched[-2]['number']} and {launched[-1]['number']} live at once"
-
-    def _look_at_checkpoints(self) -> None:
-        for folder in (self._run_dir / "checkpoints", self._offsite):
-            for manifest in folder.glob(f"step-*/{MANIFEST}"):
-                if manifest.parent not in self._checked:
-                    step = check_checkpoint(manifest.parent, self._play.content)
-                    self._checked.add(manifest.parent)
-                    self._floor = max(self._floor, step)
-                    if folder == self._offsite:
-                        self._offsite_floor = max(self._offsite_floor, step)
-
-
-def check_checkpoint(folder: Path, content: Callable[[int, int], bytes] | None) -> int:
-    """
-    Every byte of it is what its manifest says, and what was written. Returns its step.
-
-    It may be pruned meanwhile; then it must have left its name before its bytes.
-    """
-    try:
-        manifest = parse_manifest((folder / MANIFEST).read_bytes())
-        for rank, shard in enumerate(manifest.shards):
-            found = (folder / shard.path).read_bytes()
-            chunks = [found[start : start + CHUNK_BYTES] for start in range(0, len(found), CHUNK_BYTES)]
-            assert shard.checksums == tuple(crc32(chunk) for chunk in chunks), f"{folder / shard.path} is damaged"
-            assert content is None or content(rank, manifest.step) == found, f"{folder / shard.path}: other bytes"
-    except (FileNotFoundError, ProtocolError) as error:
-        torn = str(error)
-    else:
-        return manifest.step
-    assert not (folder / MANIFEST).exists(), f"{folder} has a manifest and is not whole: {torn}"
-    return 0
-
-
-def _part(process: Process) -> str:
-    if process.role in {"shim", "saver"}:
-        return process.role
-    if process.role == "task":
-        return "tasks"
-    argv = _argv(process)
-    names = {Path(word).name for word in argv}
-    for part, words in _LOOKS.items():
-        if words & names:
-            return part
-    return "ranks" if b"RANK" in _environment(process) else "other"
-
-
-_LOOKS: Final = {
-    "other": {"container.py"},
-    "box": {"box.py"},
-    "guardian": {"guard.py", "guardian.py", "run"},
-    "runner": {"loop"},
-    "launcher": {"launch_ranks.py", "torch.distributed.run"},
-}
-
-
-def _argv(process: Process) -> list[str]:
-    try:
-        return Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def _environment(process: Process) -> set[bytes]:
-    try:
-        entries = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return set()
-    return {entry.partition(b"=")[0] for entry in entries}
 
 
 def _wish(argv: list[str]) -> ServerCreate:
