@@ -54,6 +54,7 @@ MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner 
 
 WAITS: Final = Waits()
 UNEXPECTED: Final = 1
+USAGE: Final = 2  # without a last word: said before there was a job, and it would be said again
 LOCKED: Final = 5
 LIMIT_REACHED: Final = 7
 LEFT: Final = 75
@@ -146,6 +147,8 @@ class Guardian:
             end = self._live()
             if end is not None:
                 return end
+            if self._exit == USAGE:
+                return End(code=USAGE, stop=True, keep=self._armed.keep, reason="the command line is not understood")
             deaths.append(Death(time.monotonic() - started, time.monotonic()))
             delay = decide_restart(deaths, self._waits)
             if delay is None:

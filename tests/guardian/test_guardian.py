@@ -62,6 +62,15 @@ def test_a_runner_that_dies_without_a_last_word_is_started_again(at_home, tmp_pa
     assert (6, 3) == (guardian.wait(20), len(_lives(tmp_path)))
 
 
+def test_a_command_line_that_is_not_understood_is_not_tried_again(at_home, tmp_path):
+    """
+    Exit code 2 without a last word: an early end, after one life.
+    """
+    guardian = at_home("exit 2")
+
+    assert (2, 1) == (guardian.wait(20), len(_lives(tmp_path)))
+
+
 def test_a_runner_that_is_killed_from_outside_is_started_again(at_home, tmp_path):
     """
     By anybody, at any moment.
