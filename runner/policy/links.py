@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 from runner.facts import Fabric, FabricState, Finding, Pair, PeerAccess, Severity, Topology
-from runner.policy.wires import SHARDED_STEP_GB, Wire, possible_wires
+from runner.policy.wires import SHARDED_STEP_GB, Wire, floor, possible_wires
 
 _PCIE: Final = ("SYS", "SOC", "NODE", "PHB", "PXB", "PIX")  # weakest first
 _NVLINK: Final = re.compile(r"NV(\d{1,2})")
@@ -80,7 +80,7 @@ def wires(
 
 def judge_topology(topology: Topology) -> tuple[Finding, ...]:
     """What the links are, what they mean for DDP and for ZeRO-3 or FULL_SHARD, and what is odd about them."""
-    found = [_describe(topology), *_odd(topology)]
+    found = [_describe(topology), _expect(topology), *_odd(topology)]
     return tuple(finding for finding in found if finding)
 
 
@@ -124,6 +124,22 @@ def _mixed(topology: Topology, weakest: str | None) -> Finding:
     told = ", ".join("-".join(map(str, group)) for group in together)
     message = f"NVLink joins the cards {told} only; between these groups {_over_pcie(weakest)}"
     return _say("links", Severity.WARN, message, "shard within a group (HYBRID_SHARD), or use the cards of one group")
+
+
+def _expect(topology: Topology) -> Finding | None:
+    """The speed to expect, and the floor: of all links that these may be, the lowest."""
+    likely = wires(topology)
+    lowest = floor(likely, len(topology.gpus))
+    if lowest is None or not topology.pairs:
+        return None
+    speeds = {wire.title.partition(",")[0]: wire.speed for wire in likely if wire.speed}
+    told = " or ".join(
+        f"{title} ({low if low == high else f'{low} to {high}'} GB/s)" for title, (low, high) in speeds.items()
+    )
+    about = f"{told}: an" if told else "an"
+    basis = "" if lowest.sourced else ", which is derived from the line rate"
+    message = f"{about} all-reduce of 1 GiB is suspicious below {lowest.gb_per_s:g} GB/s of bus bandwidth{basis}"
+    return _say("links.expected", Severity.OK, message)
 
 
 def _odd(topology: Topology) -> Iterable[Finding | None]:

@@ -113,7 +113,7 @@ def test_a_cut_topology_is_an_error_or_whole(drawn, data):
     """
     Wherever a copy ends, no pair is invented, and no pair is silently lost.
     """
-    text, gpus, pairs = drawn
+    text, _, pairs = drawn
     fields = told(text[: data.draw(st.integers(0, len(text)))])
 
     if fields["error"]:
@@ -276,19 +276,25 @@ def test_one_card_of_eight_holds_the_fabric_up():
 
 BANDWIDTHS = {
     "torch benchmark": (
-        "The average bandwidth of all_reduce with a 4.0GB payload (5 trials, 8 ranks):\n"
-        " algbw: 260.695 GBps (2085.6 Gbps)\n busbw: 456.216 GBps (3649.7 Gbps)\n",
+        (
+            "The average bandwidth of all_reduce with a 4.0GB payload (5 trials, 8 ranks):\n"
+            " algbw: 260.695 GBps (2085.6 Gbps)\n busbw: 456.216 GBps (3649.7 Gbps)\n"
+        ),
         (8, 4 << 30, 456.216),
     ),
     "old nccl-tests, no root": (
-        "#       size  count  type  redop  time  algbw  busbw  error  time  algbw  busbw  error\n"
-        "# Rank 0 Pid 1 on n device 0 [0x07] A100-SXM4-40GB\n# Rank 1 Pid 1 on n device 1 [0x0f] A100-SXM4-40GB\n"
-        "1073741824  268435456  float  sum  4800  223.7  223.7  2e-07  4700  228.4  228.4  2e-07\n",
+        (
+            "#       size  count  type  redop  time  algbw  busbw  error  time  algbw  busbw  error\n"
+            "# Rank 0 Pid 1 on n device 0 [0x07] A100-SXM4-40GB\n# Rank 1 Pid 1 on n device 1 [0x0f] A100-SXM4-40GB\n"
+            "1073741824  268435456  float  sum  4800  223.7  223.7  2e-07  4700  228.4  228.4  2e-07\n"
+        ),
         (2, 1 << 30, 228.4),
     ),
     "smallest size last": (
-        "# nThread 1 nGpus 4 minBytes 8\n"
-        "1073741824 268435456 float sum -1 63624 16.88 25.31 0 63640 16.87 25.30 0\n8 2 float sum -1 10 0.01 0.01 0 10 0.01 0.01 0",
+        (
+            "# nThread 1 nGpus 4 minBytes 8\n"
+            "1073741824 268435456 float sum -1 63624 16.88 25.31 0 63640 16.87 25.30 0\n8 2 float sum -1 10 0.01 0.01 0 10 0.01 0.01 0"
+        ),
         (4, 1 << 30, 25.31),
     ),
 }
@@ -388,7 +394,9 @@ def test_whatever_comes_is_answered_soon(raw):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.one_of(st.text(), st.binary(), st.text(alphabet="GPU01 XNVSYSOK\t\n|=%,[]:./dev/shmabcusbwGB").map(str.encode)))
+@given(
+    st.one_of(st.text(), st.binary(), st.text(alphabet="GPU01 XNVSYSOK\t\n|=%,[]:./dev/shmabcusbwGB").map(str.encode))
+)
 def test_no_text_is_a_traceback(raw):
     """
     Anything is a reading or broken.
