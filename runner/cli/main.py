@@ -30,6 +30,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "explain": "say what a saved reading of a machine means (nvidia-smi topo -m, df, all_reduce_perf, …)",
     "status": "how a run is doing",
     "logs": "what the ranks and the launcher wrote",
+    "triage": "the first real error of a log, and what to do about it",
     "stop": "save, end the job, stop the server",
     "checkpoints": "list, verify or restore checkpoints",
     "simulate": "a local VRAMfarm: rent 'servers' on this machine",

@@ -12,7 +12,7 @@ from runner.adapters.launchers import LAUNCHERS, Launch
 from runner.facts import Exit
 from runner.job import LauncherName
 from runner.supervise import attempt
-from runner.supervise.triage import find_error, first_error
+from runner.supervise.triage import first_error
 from tests.supervise.conftest import until
 
 
@@ -68,6 +68,12 @@ def table(**codes):
     return "".join(rows)
 
 
+def write(tmp_path, text):
+    log = tmp_path / "train.log"
+    log.write_text(text)
+    return log
+
+
 PEER = "raise RuntimeError('[pair.cc:545] Connection closed by peer [127.0.0.1]:20370')"
 
 
@@ -82,7 +88,7 @@ def test_an_exception_on_one_rank_is_found(torchrun, tmp_path):
         "import os, time\nif os.environ['RANK'] == '1': raise ValueError('bad batch')\ntime.sleep(60)"
     )
 
-    said = first_error(folder, ended)
+    said = first_error(folder, ended).summary
     assert Exit(code=1) == ended
     assert said.startswith("rank 1: ValueError: bad batch; see ")
     assert "ValueError: bad batch" in Path(said.partition("; see ")[2]).read_text()
@@ -96,7 +102,7 @@ def test_a_killed_rank_is_named_though_only_others_talk(torchrun):
 
     folder, ended = torchrun(code)
 
-    assert first_error(folder, ended).startswith(
+    assert first_error(folder, ended).summary.startswith(
         "rank 1 was killed by SIGKILL (out of memory? the kernel kills so); see "
     )
 
@@ -126,7 +132,7 @@ def test_a_kill_for_want_of_memory_is_named_as_such(tmp_path, record, log, said)
     (tmp_path / "exit.json").write_text(json.dumps(record))
     (tmp_path / "launcher.log").write_text(log)
 
-    assert first_error(tmp_path, Exit(code=record["code"])).startswith(said)
+    assert first_error(tmp_path, Exit(code=record["code"])).summary.startswith(said)
 
 
 def test_a_silent_exit_is_named_with_its_code(torchrun):
@@ -135,7 +141,7 @@ def test_a_silent_exit_is_named_with_its_code(torchrun):
     """
     folder, ended = torchrun("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(60)")
 
-    assert first_error(folder, ended).startswith("rank 0 exited with code 3 and no error message; see ")
+    assert first_error(folder, ended).summary.startswith("rank 0 exited with code 3 and no error message; see ")
 
 
 def test_the_same_error_everywhere_is_told_once(ranks):
@@ -144,7 +150,7 @@ def test_the_same_error_everywhere_is_told_once(ranks):
     """
     folder = ranks("import nothing_of_this_name", "import nothing_of_this_name")
 
-    said = first_error(folder, Exit(code=1))
+    said = first_error(folder, Exit(code=1)).summary
 
     assert said.startswith("all ranks: ModuleNotFoundError: No module named 'nothing_of_this_name'; see ")
 
@@ -155,7 +161,7 @@ def test_a_missing_script_is_told_as_python_does(ranks):
     """
     folder = ranks(["/nowhere/train.py"])
 
-    assert "can't open file '/nowhere/train.py'" in first_error(folder, Exit(code=1))
+    assert "can't open file '/nowhere/train.py'" in first_error(folder, Exit(code=1)).summary
 
 
 def test_the_first_to_die_is_taken_of_several(ranks):
@@ -166,7 +172,7 @@ def test_the_first_to_die_is_taken_of_several(ranks):
     for rank, second in ((0, 200), (1, 100)):
         os.utime(folder / f"id/attempt_0/{rank}/stderr.log", (second, second))
 
-    assert first_error(folder, Exit(code=1)).startswith("rank 1: ValueError: first; see ")
+    assert first_error(folder, Exit(code=1)).summary.startswith("rank 1: ValueError: first; see ")
 
 
 def test_a_crash_in_native_code_is_a_rank_s_error(ranks):
@@ -175,7 +181,7 @@ def test_a_crash_in_native_code_is_a_rank_s_error(ranks):
     """
     folder = ranks("import faulthandler; faulthandler.enable(); faulthandler._sigsegv()", PEER)
 
-    assert first_error(folder, Exit(code=1)).startswith("rank 0: Fatal Python error: Segmentation fault; see ")
+    assert first_error(folder, Exit(code=1)).summary.startswith("rank 0: Fatal Python error: Segmentation fault; see ")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +202,7 @@ def test_without_a_real_error_the_best_of_the_rest_is_told(ranks, log, said):
     """
     Torchrun's table, then the launcher's own words, then what healthy ranks said.
     """
-    assert first_error(ranks(PEER, launcher_log=log), Exit(code=1)).startswith(said)
+    assert first_error(ranks(PEER, launcher_log=log), Exit(code=1)).summary.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,7 @@ def test_without_any_words_the_exit_is_told(tmp_path, code, said):
     """
     There is always a line, and it says where to look.
     """
-    assert f"{said}{tmp_path}/launcher.log" == first_error(tmp_path, Exit(code=code))
+    assert f"{said}{tmp_path}/launcher.log" == first_error(tmp_path, Exit(code=code)).summary
 
 
 @pytest.mark.parametrize(
@@ -258,8 +264,8 @@ def test_without_any_words_the_exit_is_told(tmp_path, code, said):
         pytest.param("step 1\nloss: 0.5\n", "", id="nothing"),
     ],
 )
-def test_the_last_real_error_of_a_text_is_found(text, error):
+def test_the_last_real_error_of_a_text_is_found(tmp_path, text, error):
     """
     The line that names the error, not what surrounds it.
     """
-    assert error == find_error(text.splitlines())
+    assert error == first_error(write(tmp_path, text)).primary_line.rpartition("]: ")[2]

@@ -1,0 +1,37 @@
+"""
+The first real error of an attempt: which rank, which line, what it is called, what to do.
+
+When one rank dies the others complain louder: what they print is secondary and is never
+chosen while anything better is there. Torchrun itself always exits 1, and what it names as
+the root cause is only the first it noticed.
+
+`sources` finds the files, `lines` reads them within bounds, `table` recognises single lines,
+`evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
+and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from runner.facts import Diagnosis, Exit
+from runner.supervise.triage.choose import choose, diagnose
+from runner.supervise.triage.evidence import gather
+from runner.supervise.triage.sources import find_sources, read_kills, read_source
+from runner.supervise.triage.telling import tell
+
+
+def first_error(path: Path, ended: Exit | None = None) -> Diagnosis:
+    """
+    Return what went wrong first, from a log or a folder of logs; with `ended`, how the launcher ended.
+
+    Reads within bounds and never fails on what is in a log.
+    """
+    sources = find_sources(path)
+    seen = gather(read_source(source, index) for index, source in enumerate(sources))
+    seen.kills = read_kills(path)
+    seen.launcher_code = ended.code if ended else None
+    chosen = choose(seen)
+    files = [source.path for source in sources]
+    return replace(diagnose(chosen), summary=tell(chosen, seen, files=files, folder=path, ended=ended))

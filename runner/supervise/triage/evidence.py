@@ -1,0 +1,377 @@
+"""
+What the logs of one attempt tell: suspects, deaths, waits, progress and signs, with their lines.
+
+Nothing is chosen here. Structure is read: which line ends a traceback and which only stands in
+one, what was handled because training went on, where a second attempt of the launcher begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from runner.supervise.triage.lines import LogLine
+from runner.supervise.triage.table import ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
+
+_MAX_ANALYSED: Final = 6_000  # suspicious lines of one source; beginning and end
+_MANY_STEPS: Final = 3  # lines of progress after an error that show it was handled
+_DEADLY: Final = frozenset({-4, -7, -8, -9, -11})  # signals that end a rank without a word
+
+_TRACEBACK: Final = "Traceback (most recent call last)"
+_LAST_ERROR: Final = "Last error:"
+_FRAME: Final = re.compile(r'^\s*File ".*", line \d+, in ')
+_IN_COLLECTIVE: Final = re.compile(r"torch/distributed/|deepspeed/comm|torch/nn/parallel/distributed")
+_EXCEPTION: Final = re.compile(
+    r"^(?!INFO|WARNING|ERROR|DEBUG)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error|herror)(?::\s|:$|$)"
+)
+_NAMED_ERROR: Final = re.compile(r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt)(?::|$)")
+_OTHER_ERROR: Final = re.compile(
+    r"^\S*python\S*: (?:can't open file|No module named|Error while finding module) |^\S+: error: |"
+    r"^vramfarm-runner: cannot start |^(?:.*\[runner\] )?.*setup step .* exit code (?!0)|^fatal error: "
+)
+_PROGRESS: Final = re.compile(
+    r"(?i)^(?!.*(?:tokeniz|\bmap\b|download|loading|fetching|generating|grouping|packing|filter)).*?"
+    r"(?:\b(?:global_?step|step|iter(?:ation)?|epoch)\b\W{0,4}\d+.*loss|'loss':|\d+%\|.*\d+/\d+ \[.*(?:it/s|s/it))"
+)
+_STEP: Final = re.compile(r"(?i)\b(?:global_?step|step|iter(?:ation)?)\b\W{0,4}(\d+)")
+_QUIET: Final = re.compile(
+    r"\bWARN(?:ING)?\b|\bINFO\b|\bDEBUG\b|\b[Rr]etry(?:ing)?\b|Warning: |will retry|\bskipping\b"
+)
+_TOLD: Final = re.compile(r"^\[(?:runner|host|startup-check)\] ")  # by the supervisor, not by a rank
+_EARLIER: Final = re.compile(r"\b(?:previous|earlier|last) attempt|attempt \d+ (?:ended|was killed)")
+_TEARDOWN: Final = re.compile(r"closing signal SIG|failed \(exitcode: |ChildFailedError|Killing subprocess")
+_FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
+_TABLE_RANK: Final = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
+_TABLE_CODE: Final = re.compile(r"^\s*exitcode\s*: (?P<code>-?\d+) ")
+_RETURNED: Final = re.compile(
+    r"exits with return code = (?P<signal>-\d+)|exited with code (?P<shell>137|139)\b|OOMKilled=(?:true)"
+)
+_STAMP: Final = (
+    re.compile(r"\b[EWIF](?P<month>[01]?\d)(?P<day>[0-3]\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[ T_](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+    re.compile(r"^\[\w{3} (?P<name>\w{3}) +(?P<day>\d+) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+)
+_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+_SIGNS: Final = {
+    "p2p": re.compile(r"via P2P|P2P/|p2p\.cc|P2P Chunksize"),
+    "acs": re.compile(r"ReqRedir\+"),
+    "nvlink_topology": re.compile(r"\bNV\d+\b"),
+    "host_memory": re.compile(r"(?i)cpu rss|\brss\b|CPU Virtual Memory|\bRAM\b|host memory|OOMKilled=true|oom_kill [1-9]"),
+    "kernel_oom": re.compile(r"(?i)out of memory: kill|invoked oom-killer|OOMKilled=true|oom_kill [1-9]"),
+    "preparing": re.compile(r"(?i)(?:tokeniz|preprocess|\bmap\b|grouping texts|packing|generating \w+ split|loading raw).*"),
+    "stall": re.compile(r"(?i)no (?:output|progress|step\w*|log\w*|line\w*)\b.*\b(?:for|since|in)\b|\bstall|\bhangs?\b|waits? (?:for|on) (?:stdin|a prompt)"),
+    "busy_cards": re.compile(r"(?i)(?:util|use|usage)\w*\W{0,3}(?:100(?:\s?%)?[/, ]*)+"),
+    "clock": re.compile(r"(?i)clock (?:was |is )?(?:wrong|step|jump|adjust|changed|set)|time (?:has been changed|jump|step)|stepped (?:the )?(?:system )?clock"),
+    "no_xid": re.compile(r"(?i)no (?:new )?xid|dmesg\b.*(?:clean|empty|nothing)"),
+    "bad_card": re.compile(r"Xid \(PCI:[^)]*\): (?:92|63|48|64|94|95),|(?i:(?:volatile|aggregate|uncorrect\w+)[^:]*ecc[^:]*:\s*[1-9])|(?i:ecc errors?\W+[1-9]\d*)|(?i:remapped rows.*[1-9])"),
+    "shm_leftovers": re.compile(r"\bdev/shm\b.*(?:nccl-|torch_|sem\.|files?\b|segments?\b).*|(?:leaked|left ?over|stale|orphan)\w* .*(?:shm|shared memory|segment)"),
+    "nan": re.compile(r"(?i)\bloss\w*\W{0,4}nan\b|\bnan\b.*(?:loss|grad|step|batch)|grad_?norm\W{0,4}(?:nan|inf)\b"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A line that says something is wrong. `ended`: it is how a rank, or a traceback, ended."""
+
+    line: LogLine
+    kind: Kind
+    label: str = ""
+    weight: int = 0
+    ended: bool = False
+    in_collective: bool = False  # raised while waiting for others
+    chain: int = 0  # tracebacks that were raised out of each other
+    during: bool = False  # raised while another was handled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waited:
+    """A rank that waited until its time ran out."""
+
+    line: LogLine
+    how: str  # watchdog, gloo, heartbeat or store
+    seq: str = ""
+    operation: str = ""
+    size: str = ""
+    limit_ms: int = 0
+    ran_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Kills:
+    """The kernel killed so many processes of the container for want of memory; no limit is 0."""
+
+    count: int
+    limit_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """Everything that was seen, in the order of sources and lines."""
+
+    suspects: list[Suspect] = field(default_factory=list)
+    waits: list[Waited] = field(default_factory=list)
+    exits: dict[int, int] = field(default_factory=dict)  # by rank, as the launcher says
+    exit_lines: dict[int, LogLine] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
+    talked: set[int] = field(default_factory=set)  # ranks that said anything about an error
+    progress: list[LogLine] = field(default_factory=list)
+    signs: dict[str, LogLine] = field(default_factory=dict)
+    memory_gb: list[float] = field(default_factory=list)  # of the host, on lines with a step
+    kills: Kills | None = None  # for want of memory
+    launcher_code: int | None = None
+
+    @property
+    def first_failed(self) -> int | None:
+        """The rank that the launcher noticed first, unless the launcher ended it itself."""
+        return next((rank for rank, code in self.exits.items() if code not in {0, -15}), None)
+
+
+def gather(sources: Iterable[Sequence[LogLine]]) -> Evidence:
+    """Read every source by itself; put together what they say about the first attempt."""
+    seen = Evidence()
+    for lines in sources:
+        _Reader(seen).read(lines)
+    return seen
+
+
+class _Reader:
+    """Reads one source. Lines of one rank belong together, whatever stands between them."""
+
+    def __init__(self, seen: Evidence) -> None:
+        self._seen = seen
+        self._tracebacks: dict[str, _Traceback] = {}
+        self._suspects: list[Suspect] = []
+        self._waits: list[Waited] = []
+        self._progress: list[LogLine] = []
+        self._teardowns: list[int] = []
+        self._row: int | None = None
+        self._after_last_error = False
+        self._chain = 0
+
+    def read(self, lines: Sequence[LogLine]) -> None:
+        for line in _bounded(lines):
+            self._line(line)
+        self._keep_first_attempt()
+
+    def _line(self, line: LogLine) -> None:
+        text = line.text
+        if line.rank is not None:
+            self._seen.ranks.add(line.rank)
+        if self._launcher_says(line):
+            return
+        self._look_for_signs(line)
+        if _PROGRESS.search(text):
+            self._step(line)
+        told = _TOLD.match(text)
+        if told is None and self._in_traceback(line):
+            return
+        self._ordinary(line, told=told is not None)
+
+    # -------------------------------------------------------------------- the launcher
+
+    def _launcher_says(self, line: LogLine) -> bool:
+        """True if the line is of torchrun's table or clean-up, and is dealt with."""
+        text = line.text
+        if match := _TABLE_RANK.match(text):
+            self._row = int(match["rank"])
+            self._seen.ranks.add(self._row)
+            return True
+        if (match := _TABLE_CODE.match(text)) and self._row is not None:
+            self._ended(self._row, int(match["code"]), line)
+            return True
+        if _TEARDOWN.search(text):
+            self._teardowns.append(line.number)
+        if match := _FAILED.search(text):
+            self._ended(int(match["rank"]), int(match["code"]), line)
+            return True
+        if match := _RETURNED.search(text):
+            self._add(line, Kind.DEATH, weight=int("139" in text or "-11" in text))
+            return True
+        return False
+
+    def _ended(self, rank: int, code: int, line: LogLine) -> None:
+        self._seen.ranks.add(rank)
+        if rank in self._seen.exits:
+            return
+        said = replace(line, rank=rank)
+        self._seen.exits[rank] = code
+        self._seen.exit_lines[rank] = said
+        if code in _DEADLY:
+            self._add(said, Kind.DEATH)
+
+    # ------------------------------------------------------------------------- a rank
+
+    def _step(self, line: LogLine) -> None:
+        self._progress.append(line)
+        if match := re.search(r"(?i)(?:rss|mem\w*|ram)\W{0,3}(\d+(?:\.\d+)?) ?G", line.text):
+            self._seen.memory_gb.append(float(match[1]))
+
+    def _look_for_signs(self, line: LogLine) -> None:
+        for sign, pattern in _SIGNS.items():
+            if sign not in self._seen.signs and pattern.search(line.text):
+                self._seen.signs[sign] = line
+
+    def _in_traceback(self, line: LogLine) -> bool:
+        """True if the line stands in a traceback or ends one."""
+        text = line.text
+        state = self._tracebacks.setdefault(line.prefix, _Traceback())
+        if _TRACEBACK in text or (not state.open and _FRAME.match(text)):
+            self._begin(state, original="Original " in text)
+            return True
+        if "During handling of the above exception" in text or "direct cause of the following" in text:
+            state.linked, state.during = True, "During" in text
+            return True
+        if not state.open:
+            return False
+        if text[:1] in {" ", "\t", "│", "╭", "╰"} or not text:
+            state.in_collective = state.in_collective or _IN_COLLECTIVE.search(text) is not None
+            return True
+        if not _EXCEPTION.match(text):
+            state.strangers += 1
+            state.open = state.strangers < _MANY_STEPS
+            return False
+        self._exception(line, state)
+        return True
+
+    def _begin(self, state: _Traceback, *, original: bool) -> None:
+        if not state.linked and not original:
+            self._chain += 1
+            state.chain, state.during = self._chain, False
+        state.open, state.linked, state.in_collective, state.strangers = True, False, False, 0
+
+    def _exception(self, line: LogLine, state: _Traceback) -> None:
+        state.open = False
+        if NOISE.search(line.text):
+            return
+        kind, label, weight = recognise(line.text) or (Kind.ERROR, "user_exception", 1)
+        if kind is Kind.WAIT:
+            self._waited(line)
+            return
+        self._add(
+            line,
+            kind,
+            label=label,
+            weight=weight,
+            ended=True,
+            in_collective=state.in_collective,
+            chain=state.chain,
+            during=state.during,
+        )
+
+    def _ordinary(self, line: LogLine, *, told: bool) -> None:
+        text, said = line.text, self._after_last_error
+        self._after_last_error = text.rstrip() == _LAST_ERROR
+        if (told and _EARLIER.search(text)) or not text:
+            return
+        found = recognise(text)
+        if found is None:
+            named = _NAMED_ERROR.match(text)
+            if NOISE.search(text):
+                return
+            if (named or _OTHER_ERROR.search(text) or said) and not told:
+                self._add(line, Kind.ERROR, label="user_exception", weight=1, ended=bool(named))
+            return
+        kind, label, weight = found
+        if kind is Kind.WAIT:
+            self._waited(line)
+            return
+        if told and kind not in {Kind.HOST, Kind.ECHO}:
+            return
+        if kind is Kind.CAUSE and _QUIET.search(text) and " NCCL WARN " not in text:
+            kind = Kind.HINT
+        self._add(line, kind, label=label, weight=weight, ended=_NAMED_ERROR.match(text) is not None)
+
+    def _add(self, line: LogLine, kind: Kind, **more: object) -> None:
+        self._suspects.append(Suspect(line=line, kind=kind, **more))  # type: ignore[arg-type]  # fields of Suspect
+
+    def _waited(self, line: LogLine) -> None:
+        how = next(name for name, pattern in WAITS if pattern.search(line.text))
+        match = WATCHDOG.search(line.text)
+        told = match.groupdict(default="") if match else {}
+        self._waits.append(
+            Waited(
+                line=line,
+                how=how,
+                seq=told.get("seq", ""),
+                operation=told.get("op", ""),
+                size=told.get("numel", ""),
+                limit_ms=int(told.get("limit") or 0),
+                ran_ms=int(told.get("ran") or 0),
+            )
+        )
+
+    # ------------------------------------------------------------------------- the end
+
+    def _keep_first_attempt(self) -> None:
+        """Errors after a restart by the launcher are another attempt's; errors that training survived are none."""
+        restart = self._restart()
+        suspects = [s for s in self._suspects if s.line.number < restart] or self._suspects
+        waits = [w for w in self._waits if w.line.number < restart]
+        self._seen.suspects += [s for s in suspects if not self._was_handled(s)]
+        self._seen.waits += waits
+        self._seen.progress += [line for line in self._progress if line.number < restart]
+        told = (*(s.line for s in suspects if s.kind is not Kind.DEATH), *(w.line for w in waits))
+        self._seen.talked |= {line.rank for line in told if line.rank is not None}
+
+    def _restart(self) -> float:
+        """Number of the first line of progress after the launcher ended its ranks."""
+        if not self._teardowns:
+            return float("inf")
+        return next((line.number for line in self._progress if line.number > self._teardowns[0]), float("inf"))
+
+    def _was_handled(self, suspect: Suspect) -> bool:
+        if suspect.kind not in {Kind.CAUSE, Kind.ERROR, Kind.HINT, Kind.HOST} or suspect.line.prefix.startswith("rank"):
+            return False
+        if "NVRM" in suspect.line.text or "Fatal Python error" in suspect.line.text:
+            return False
+        end = next((at for at in self._teardowns if at > suspect.line.number), float("inf"))
+        return sum(suspect.line.number < line.number < end for line in self._progress) >= _MANY_STEPS
+
+
+@dataclass(slots=True)
+class _Traceback:
+    """How far the traceback of one rank is read."""
+
+    open: bool = False
+    linked: bool = False
+    during: bool = False
+    in_collective: bool = False
+    strangers: int = 0  # lines of others in between
+    chain: int = 0
+
+
+def recognise(text: str) -> tuple[Kind, str, int] | None:
+    """What a line means by itself."""
+    if NOISE.search(text):
+        return None
+    row = next((row for row in ROWS if row.pattern.search(text)), None)
+    if ECHO.search(text):
+        return Kind.ECHO, row.label if row else "", 0
+    if any(pattern.search(text) for _, pattern in WAITS):
+        return Kind.WAIT, "", 0
+    return (row.kind, row.label, row.weight) if row else None
+
+
+def stamp(text: str) -> float | None:
+    """Seconds since the beginning of the year, if the line says when it was written."""
+    for pattern in _STAMP:
+        if match := pattern.search(text):
+            told = match.groupdict()
+            name = told.get("name")
+            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(told.get("month") or 0)
+            return ((month * 31 + int(told["day"])) * 24 + int(told["h"])) * 3600 + int(told["m"]) * 60 + int(told["s"])
+    return None
+
+
+def last_step(seen: Evidence) -> int | None:
+    matches = (_STEP.search(line.text) for line in reversed(seen.progress))
+    return next((int(match[1]) for match in matches if match), None)
+
+
+def _bounded(lines: Sequence[LogLine]) -> Iterable[LogLine]:
+    if len(lines) <= 2 * _MAX_ANALYSED:
+        return lines
+    return (*lines[:_MAX_ANALYSED], *lines[-_MAX_ANALYSED:])
