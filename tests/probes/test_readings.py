@@ -356,6 +356,41 @@ def test_a_row_that_is_cut_is_a_problem():
     assert (1, True) == (fields["rows"], fields["error"])
 
 
+CUT = {
+    "topo": "\tGPU0\tGPU1\tCPU Affinity\n",
+    "p2p": "$ nvidia-smi topo -p2p r\n \tGPU0\tGPU1\n",
+    "fabric": "    Fabric\n",
+    "query": "index, name, memory.total [MiB]\n",
+    "shm": "Filesystem      Size  Used Avail Use% Mounted on\nshm              64M",
+    "busbw": "# nThread 1 nGpus 8 minBytes 8\n#\n# Using devices\n",
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), CUT.items(), ids=CUT)
+def test_what_only_began_is_broken_and_its_kind_is_told(kind, text):
+    """
+    A copy that ended too soon is not an unknown thing.
+    """
+    fields = told(text)
+
+    assert (kind, True) == (fields["kind"], fields["error"])
+    assert fields["findings"][0]["hint"]
+
+
+NO_HEADS = {
+    "old names": ("A100-SXM4-40GB, 40536 MiB\nA100-SXM4-40GB, 40536 MiB\n", 2),
+    "driver": ("0, NVIDIA GeForce RTX 4090, 24564 MiB, 535.129.03, P8, [N/A]\n", 1),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), NO_HEADS.values(), ids=NO_HEADS)
+def test_a_table_without_a_head_is_known_by_its_cells(text, expected):
+    """
+    `noheader` is what scripts save.
+    """
+    assert ("query", expected) == (told(text)["kind"], told(text)["rows"])
+
+
 # ------------------------------------------------------------------------- hostile readings
 
 HOSTILE = {

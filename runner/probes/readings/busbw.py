@@ -39,18 +39,20 @@ _IS_AVERAGE: Final = re.compile(r"\b(?:average|avg|mean)\b.{0,12}\bbus|\bavg\b",
 
 
 def recognise(lines: Sequence[str]) -> bool:
-    return any(
-        _HEAD.match(line) or _BUS.search(line) or _PER_SECOND.search(line) or _AVERAGE.search(line) for line in lines
-    ) or bool(_rows(lines))
+    anywhere, at_start = (_BUS, _PER_SECOND, _AVERAGE), (_HEAD, _RANK, _NUM_GPUS)
+    signs = (
+        any(sign.search(line) for sign in anywhere) or any(sign.match(line) for sign in at_start) for line in lines
+    )
+    return any(signs) or bool(_rows(lines))
 
 
 def parse(lines: Sequence[str]) -> BusBandwidth | Broken:
     rows = _rows(lines)
     if rows:
         return _from_table(lines, rows)
-    if any(_HEAD.match(line) for line in lines):
+    if any(sign.match(line) for line in lines for sign in (_HEAD, _RANK, _NUM_GPUS)):
         failure = next((line.strip() for line in lines if _FAILURE.search(line)), "")
-        what = f"it failed: {failure[:200]!r}" if failure else "its head is there, no measurement is"
+        what = f"it failed: {failure[:200]!r}" if failure else "its beginning is there, no measurement is"
         return _broken(f"the test has no result: {what}")
     return _from_sentence(lines) or _from_words(lines) or _broken("expected a bus bandwidth in GB/s, found none")
 

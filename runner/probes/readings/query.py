@@ -16,7 +16,7 @@ _LOST: Final = re.compile(r"\[(?:GPU requires reset|GPU is lost|Unknown Error)\]
 _CELL: Final = re.compile(
     r"\[[^\]]{1,80}\]|N/A|-?\d[\d.]*(?: ?(?:%|[KMGT]i?B|[MG]Hz|W|C|ms))?"
     r"|P\d{1,2}|Enabled|Disabled|Active|Not Active|Yes|No|Default|0x[0-9A-Fa-f]+"
-    r"|(?:NVIDIA |Tesla |Quadro |GeForce )[^,]{1,80}|GPU-[0-9a-f\-]{8,}|[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
+    r"|(?:NVIDIA |Tesla |Quadro |GeForce |TITAN |GRID |[A-Z]{1,2}\d{2,4}[- ])[^,]{1,80}|GPU-[0-9a-f\-]{8,}|[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
 )
 _PCIE: Final = {
     "pcie.link.gen.current": "gen",

@@ -18,14 +18,14 @@ _NEED: Final = re.compile(r"shared memory segment\b.{0,200}?\(size (\d{1,15})\)"
 _FULL: Final = re.compile(
     r"posix_fallocate failed|shared memory segment|insufficient shared memory|/dev/shm/.{1,280}No space left"
 )
+_HEAD: Final = re.compile(r"\bFilesystem\s.{0,200}Mounted")
 _MISSING: Final = re.compile(rf"{_PLACE}\S{{0,4}}: No such file or directory")
 _DEFAULT_UNIT: Final = 1024  # of a bare number, as `df` counts
 
 
 def recognise(lines: Sequence[str]) -> bool:
-    return any(
-        _is_entry(line) or _MOUNTED.search(line) or _FULL.search(line) or _MISSING.search(line) for line in lines
-    )
+    signs = (_MOUNTED, _FULL, _MISSING, _HEAD)
+    return any(_is_entry(line) or any(sign.search(line) for sign in signs) for line in lines)
 
 
 def parse(lines: Sequence[str]) -> SharedMemory | Broken:
@@ -40,7 +40,9 @@ def parse(lines: Sequence[str]) -> SharedMemory | Broken:
         )
     if any(_FULL.search(line) for line in lines):
         return _refused(lines)
-    return _broken("there is no /dev/shm on this machine")
+    if any(_MISSING.search(line) for line in lines):
+        return _broken("there is no /dev/shm on this machine")
+    return _broken("expected a line that ends in /dev/shm, found none")
 
 
 def _is_entry(line: str) -> bool:

@@ -10,6 +10,7 @@ _MAX_LINES: Final = 50_000
 _MAX_LINE: Final = 8_000
 
 _ESCAPES: Final = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,1000}(?:\x07|\x1b\\)|[@-Z\\-_])")
+_LONG_BLANKS: Final = re.compile(r"[ \t]{129,}")
 _SIZE: Final = re.compile(r"(\d{1,20}(?:[.,]\d{1,9})?)\s?([KMGTPE]?)(i?B?)", re.IGNORECASE)
 _POWERS: Final = "KMGTPE"
 
@@ -18,10 +19,16 @@ def plain_lines(raw: bytes | str) -> tuple[str, ...]:
     """
     Return the lines of a reading without colours, control characters and exotic blanks; tabs stay.
 
-    What is beyond 4 MiB, 50 000 lines or 8 000 characters of a line is left out.
+    Runs of blanks end after 128, so that no pattern can be kept busy by them; what is beyond 4 MiB, 50 000 lines or 8 000 characters of a line is left out.
     """
     text = raw[:MAX_BYTES] if isinstance(raw, str) else _decode(raw[:MAX_BYTES])
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n").replace("\u00a0", " ").replace("\ufeff", "")
+    text = (
+        _LONG_BLANKS.sub(" " * 128, _ESCAPES.sub("", text))
+        .replace("\r\n", "\n")
+        .replace("\r", "\n")
+        .replace("\u00a0", " ")
+        .replace("\ufeff", "")
+    )
     return tuple(_visible(line) for line in text.split("\n", _MAX_LINES)[:_MAX_LINES])
 
 

@@ -22,6 +22,8 @@ def recognise(lines: Sequence[str]) -> bool:
     found = table.find_matrix(lines, _LINK)
     if found is None:
         return False
+    if not found.rows:
+        return not any("-p2p" in line for line in lines)
     return bool(found.vocabulary()) or found.has_affinity or any(_LEGEND_PCIE.match(line) for line in lines)
 
 
