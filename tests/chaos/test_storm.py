@@ -25,7 +25,7 @@ ROUNDS = int(os.environ.get("STORM_ROUNDS", "8"))
 FIRST = int(os.environ.get("STORM_SEED", "0"))
 JOB = f"""
 name: {NAME}
-command: python {HERE / "launch_ranks.py"} 2 {HERE.parent / "fake_trainer.py"} --steps {STEPS} --bytes {BYTES}
+command: python {HERE / "launch_ranks.py"} 2 {HERE.parent / "fake_trainer.py"} --steps {STEPS} --step-time 0.015 --bytes {BYTES}
 launcher: command
 cpu_processes: 2
 python: {sys.executable}
