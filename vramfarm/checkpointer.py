@@ -158,7 +158,19 @@ class Checkpointer:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
-        atexit.unregister(self._seat.wait)
+        atexit.unregister(self._at_exit)
+        self._tell()
+
+    def _at_exit(self) -> None:
+        """
+        A script that ends without `finish`, after a `break` or in a loop of its own, loses nothing;
+        one that crashed only gets what it staged onto the disk.
+        """
+        if self._finished or run.has_crashed():
+            self._seat.wait(_EXIT_PATIENCE_S)
+            return
+        self._finished = True
+        self._seat.finish(self._stage, timeout_s=_EXIT_PATIENCE_S, recorded=False)
         self._tell()
 
     # ------------------------------------------------------------------------------- steps
@@ -217,6 +229,7 @@ class Checkpointer:
 
     def _save(self, reason: Reason) -> None:
         if self._stage(self._step) and reason is Reason.LEAVE and self._seat.leave(self._step):
+            self._finished = True
             self._say(f"left at step {self._step}, saved")
             raise SystemExit(0)
 
@@ -432,7 +445,8 @@ class Checkpointer:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)
         self._seat.start(self._step, samples=self._position.samples)
-        atexit.register(self._seat.wait, _EXIT_PATIENCE_S)
+        run.watch_for_a_crash()
+        atexit.register(self._at_exit)
 
     def _note_step(self, *_: object) -> None:
         self._stepped = True

@@ -289,6 +289,7 @@ class Word(IntEnum):
     SAVE_NS = 14  # saver: duration of the last commit, staged to durable
     SAVE_BYTES = 15  # saver: size of the last commit
     ENDED = 16  # saver: `Ended`, after the end record is durable
+    UNRECORDED = 18  # local rank 0: 1 means a last save at the script's exit, which records no end
     SERVED_SAVE = 17  # saver: the REQUEST_SAVE that was answered last, by a commit or a failure
 
 

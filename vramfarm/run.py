@@ -12,10 +12,12 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -174,3 +176,24 @@ def saver_env(env: Mapping[str, str], choice: Choice) -> dict[str, str]:
 def num_shards_text(manifest: protocol.Manifest) -> str:
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return f"step {manifest.step}, {ranks}, {manifest.size_bytes / 1e6:.1f} MB"
+
+
+_crashes: list[type[BaseException]] = []
+
+
+def watch_for_a_crash() -> None:
+    """Remember from now on whether an exception ends the process: `atexit` cannot tell."""
+    before = sys.excepthook
+    if getattr(before, "watches", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _crashes.append(kind)
+        before(kind, error, trace)
+
+    hook.watches = True  # type: ignore[attr-defined]  # so that there is one
+    sys.excepthook = hook
+
+
+def has_crashed() -> bool:
+    return bool(_crashes)

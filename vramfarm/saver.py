@@ -206,8 +206,9 @@ class Saver:
 
     def _conclude(self, record: EndRecord) -> bool:
         """Record durably how training ended, then let the ranks go."""
+        recorded = record.kind != "done" or not self._page[Word.UNRECORDED]
         try:
-            if self._orders.end_file is not None:
+            if self._orders.end_file is not None and recorded:
                 folder.write_durably(self._orders.end_file, record.dump())
         except OSError as error:
             self._fail(f"end record: {error}")

@@ -208,12 +208,15 @@ class Seat:
         self.enter(Phase.LEFT if left else Phase.TRAINING)
         return left
 
-    def finish(self, stage: Callable[[int], object]) -> Ended:
+    def finish(self, stage: Callable[[int], object], *, timeout_s: float | None = None, recorded: bool = True) -> Ended:
         """
         Say that training is done and wait until that is recorded; `stage(step)` is called when the saver wants the final state.
 
-        Ended.NO: there is no saver.
+        Ended.NO: there is no saver, or not all ranks came here in time. Not `recorded`: the state
+        is saved, and whether training was done is left to the exit code.
         """
+        if self.rank == 0:
+            self.page[Word.UNRECORDED] = 0 if recorded else 1
         self._put(Slot.VOID_STEP, 0)
         self.enter(Phase.DONE)
 
@@ -224,7 +227,7 @@ class Seat:
                 self._stage_once(self.page[Word.PROPOSED_STEP], stage)
             return bool(self.page[Word.ENDED])
 
-        self._await(concluded)
+        self._await(concluded, timeout_s)
         if self.page[Word.ENDED] and self.saver is not None:
             self.saver.see_off()
         return Ended(self.page[Word.ENDED])

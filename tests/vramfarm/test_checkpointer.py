@@ -380,3 +380,51 @@ def test_under_a_supervisor_its_word_counts(tmp_path, monkeypatch):
     assert (None, 4, 1) == (ckpt.restored, newest(tmp_path).manifest.lineage, newest(tmp_path).manifest.step)
     assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
     assert page.path.exists()
+
+
+ENDS = """
+import sys
+import torch
+from vramfarm import Checkpointer
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = Checkpointer(model, optimizer, dir=sys.argv[1])
+
+
+def learn():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+if sys.argv[2] == "break":
+    for step, _ in ckpt.steps([None] * 100, max_steps=100):
+        learn()
+        if step == 6:
+            break
+else:
+    for _ in range(7):
+        learn()
+        ckpt.step()
+if sys.argv[2] == "raise":
+    raise ValueError("mine")
+print(f"ends {model.weight.detach().sum():.6f}")
+"""
+
+
+@pytest.mark.parametrize(("way", "code", "saved"), [("break", 0, [7]), ("own loop", 0, [7]), ("raise", 1, [])], ids=str)
+def test_a_script_that_just_ends_loses_nothing(tmp_path, way, code, saved):
+    """
+    After a break, or in a loop of one's own without finish(), the last step is saved at exit; a crash is no end.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "ckpt"), way],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (code, saved) == (done.returncode, [s.manifest.step for s in folder.committed(tmp_path / "ckpt")]), (
+        done.stderr
+    )
