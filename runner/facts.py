@@ -263,6 +263,7 @@ class Observed:
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False
+    only_here: tuple[str, ...] = ()  # files of the run, beside its checkpoints, that no store has; a few of them
     deadline_at: datetime | None = None
     last_save_s: float = 0.0  # staged to durable, measured in this run
     last_upload_s: float = 0.0

@@ -370,7 +370,7 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
     spent = cost(around.server, around.first_boot_at, seen.now)
     if spent:
         lines.append(f"cost         {spent} so far")
-    lines.append(f"server       {_server_end(around.server, end)}")
+    lines.append(f"server       {_server_end(around.server, seen, end)}")
     return lines
 
 
@@ -390,10 +390,12 @@ def _weights(job: Job, seen: Observed) -> str:
     return "none were saved"
 
 
-def _server_end(server: Server | None, end: End) -> str:
+def _server_end(server: Server | None, seen: Observed, end: End) -> str:
     if server is None:
         return "none to stop"
     if not end.stop:
         return f"{server.id} is kept, and billed"
-    kept = "its folder is kept by the provider" if end.keep else "its disk is thrown away: nothing is only there"
-    return f"{server.id} is being stopped; {kept}"
+    if not end.keep:
+        return f"{server.id} is being stopped; its disk is thrown away: nothing is only there"
+    why = ", ".join(seen.only_here) or "checkpoints are"
+    return f"{server.id} is being stopped; its folder is kept by the provider: {why} only there"

@@ -41,6 +41,7 @@ from runner.facts import (
 from runner.job import Job
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import deadline
+from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.supervise import attempt as attempts
@@ -126,6 +127,7 @@ class RealWorld:
             self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
         )
         self._set_up = self._is_set_up()
+        self._only_here: tuple[str, ...] | None = None
         self._awake = threading.Event()
         self.leaving = threading.Event()
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
@@ -165,7 +167,9 @@ class RealWorld:
             last_upload_s=self._store.last_upload_s,
         )
         if history.attempts and history.attempts[-1].ending is None:
+            self._only_here = None
             return self._sight.look(seen, history.attempts[-1])
+        seen = replace(seen, only_here=self._find_only_here(opened))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
 
@@ -174,6 +178,17 @@ class RealWorld:
         if not self._pages_are_tidy:
             pages.remove_stale(self._folder.root)
             self._pages_are_tidy = True
+
+    def _find_only_here(self, since: datetime) -> tuple[str, ...]:
+        """Looked for once after each attempt: it reads a whole tree."""
+        if self._only_here is None:
+            self._only_here = find_unsaved(
+                Path(self._job.finish.save_folder),
+                run_dir=self._folder.root,
+                checkpoint_dir=self.checkpoints.root,
+                since=since,
+            )
+        return self._only_here
 
     def _damaged(self) -> tuple[str, ...]:
         with suppress(FileNotFoundError):

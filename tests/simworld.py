@@ -64,6 +64,7 @@ class Elsewhere:
     damaged_there: set[int] = field(default_factory=set)  # steps whose offsite copy does not restore
     setup_fails: bool = False
     disk_full: bool = False
+    only_here: tuple[str, ...] = ()
 
     def is_down(self) -> bool:
         return self.store_down is not None and self.store_down[0] <= self.now < self.store_down[1]
@@ -120,6 +121,7 @@ class SimWorld:
             stop_requested=self.elsewhere.stop_at is not None and now >= self.elsewhere.stop_at,
             leaving=self.leaving,
             rented=True,
+            only_here=self.elsewhere.only_here,
             deadline_at=deadline(self.job.limits, history.opened_at or now, None),
             last_upload_s=2 * TURN.total_seconds(),
         )

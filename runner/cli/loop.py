@@ -25,6 +25,7 @@ from runner.adapters.providers import SECRETS, find_server, with_secrets
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.planned import refuse_planned
 from runner.cli.telling import Teller
+from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import History, Server
 from runner.job import Job, OnLimit, ProviderName
@@ -33,6 +34,7 @@ from runner.loop import run as run_loop
 from runner.policy.lifecycle import End
 from runner.policy.limits import deadline
 from runner.probes import machine
+from runner.probes.unsaved import has_files
 from runner.storage import journal as events
 from runner.storage.disk import Disk, write_durable
 from runner.storage.journal import Journal
@@ -74,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 def _early_end(error: RunnerError, loaded: LoadedJob | None, server: Server | None, lifeline: Lifeline) -> None:
     """Every early end on a rented server stops that server, but for the one that another runner of ours uses."""
     stop = server is not None and not isinstance(error, LockedError)
-    keep = str(loaded.workspace) if loaded and any(loaded.workspace.glob("*/checkpoints/step-*")) else None
+    workspace = workspace_of(os.environ)  # not of job.yaml: that may be what is wrong
+    keep = str(workspace) if has_files(workspace) else None
     lifeline.end(code=error.exit_code, stop=stop, keep=keep, hold_s=None, reason=str(error).splitlines()[0])
 
 
@@ -217,7 +220,9 @@ def how_many(job: Job, cards: int) -> tuple[int, str]:
     if cards == 0:
         return (
             job.cpu_processes or 1,
-            "" if job.cpu_processes else "no card found; a job for the CPU says cpu_processes",
+            ""
+            if job.cpu_processes
+            else "no card found (in a container: docker run --gpus all); a job for the CPU says cpu_processes",
         )
     if job.cards == "all":
         return cards, ""

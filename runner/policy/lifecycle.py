@@ -424,7 +424,7 @@ def _launch(job: Job, history: History, seen: Observed, plan: From, floor: int |
 def _refuse(outcome: Outcome, reason: str, job: Job, seen: Observed) -> End:
     """An early end. Not journaled: the next boot looks again, and goes on if it was cured."""
     stop = job.finish.on_failure is AtEnd.STOP
-    return End(code=EXIT_CODES[outcome], stop=stop, keep=bool(seen.local), reason=reason)
+    return End(code=EXIT_CODES[outcome], stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
 
 
 # --------------------------------------------------------------------------- after the end
@@ -444,7 +444,7 @@ def _after_the_end(job: Job, history: History, seen: Observed) -> Action:
     return End(
         code=EXIT_CODES[conclusion.outcome],
         stop=wish is AtEnd.STOP,
-        keep=bool(seen.local) and not is_safe(job, seen),
+        keep=bool(seen.only_here) or (bool(seen.local) and not is_safe(job, seen)),
         reason=conclusion.reason,
     )
 

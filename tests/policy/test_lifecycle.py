@@ -446,3 +446,14 @@ def test_no_room_to_restore_is_no_reason_to_roll_back(tmp_path):
     end, _ = boot(JOB, tmp_path / "job", elsewhere)
 
     assert (4, "not enough room") == (end.code, end.reason)
+
+
+def test_what_no_store_has_is_kept(tmp_path):
+    """
+    A file beside the checkpoints, a model that the script wrote at its end, keeps the folder.
+    """
+    elsewhere = Elsewhere(only_here=("model.pt",))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (0, True, True) == (end.code, end.stop, end.keep)

@@ -1,0 +1,76 @@
+"""
+What a run made that is only on this disk: the last question before a server's disk is thrown away.
+
+Whoever asks keeps the folder when in doubt; a folder kept for nothing costs little.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+_EXAMPLES: Final = 3
+_MAX_ENTRIES: Final = 200_000
+_OURS: Final = frozenset(
+    {".vramfarm", "checkpoints", "logs", "lib", "job.json", "journal.jsonl", "lock", "status.json", "stop", ".ballast"}
+)
+_MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
+
+
+def find_unsaved(folder: Path, *, run_dir: Path, checkpoint_dir: Path, since: datetime) -> tuple[str, ...]:
+    """
+    Return a few files below `folder` that were written since, and are neither the run's own
+    records nor checkpoints (whose copies are compared one by one). Never follows a link.
+    """
+    ours = {run_dir / name for name in _OURS} | {checkpoint_dir, folder / ".vramfarm"}
+    found = []
+    for number, (path, entry) in enumerate(_files(folder, ours)):
+        if number >= _MAX_ENTRIES:
+            found.append(f"{folder} (more files than were looked at)")
+        elif entry.st_mtime >= max(since.timestamp(), _fetched_at(path, run_dir)):
+            found.append(str(path.relative_to(folder)))
+        if len(found) >= _EXAMPLES or number >= _MAX_ENTRIES:
+            break
+    return tuple(found)
+
+
+def has_files(folder: Path) -> bool:
+    """Whether anything but the guardian's record is there; also true when that cannot be told."""
+    try:
+        return next(_files(folder, {folder / ".vramfarm"}), None) is not None
+    except OSError:
+        return True
+
+
+def _files(folder: Path, ours: set[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    waiting = [folder]
+    while waiting:
+        try:
+            entries = list(os.scandir(waiting.pop()))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            path = Path(entry.path)
+            if path in ours or entry.name in _MADE_AGAIN:
+                continue
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                waiting.append(path)
+            elif stat.S_ISREG(status.st_mode):
+                yield path, status
+
+
+def _fetched_at(path: Path, run_dir: Path) -> float:
+    """What came with the source is not the run's work: only what is younger than the fetch counts."""
+    source = run_dir / "source"
+    if not path.is_relative_to(source):
+        return 0.0
+    marker = source / f"{path.relative_to(source).parts[0]}.done"
+    try:
+        return marker.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,78 @@
+"""What is only on this disk is found; what is not worth keeping is not."""
+
+import os
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from runner.probes.unsaved import find_unsaved, has_files
+
+THEN = datetime.now(UTC) - timedelta(hours=1)
+
+
+def look(workspace):
+    run_dir = workspace / "job"
+    return find_unsaved(workspace, run_dir=run_dir, checkpoint_dir=run_dir / "checkpoints", since=THEN)
+
+
+def put(path, *, age_s=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    moment = datetime.now(UTC).timestamp() - age_s
+    os.utime(path, (moment, moment))
+
+
+@pytest.mark.parametrize(
+    ("name", "age_s", "expected"),
+    [
+        pytest.param("model.pt", 0, ("model.pt",), id="a model beside the run"),
+        pytest.param("out/final/model.safetensors", 0, ("out/final/model.safetensors",), id="deep below"),
+        pytest.param("job/eval.json", 0, ("job/eval.json",), id="in the run folder, not ours"),
+        pytest.param("dataset.bin", 7200, (), id="there before the job"),
+        pytest.param("job/logs/attempt-0001/launcher.log", 0, (), id="our logs"),
+        pytest.param("job/checkpoints/step-00000001-00000000/MANIFEST.json", 0, (), id="checkpoints"),
+        pytest.param(".vramfarm/guardian.json", 0, (), id="the guardian's record"),
+        pytest.param("code/__pycache__/x.pyc", 0, (), id="made again"),
+    ],
+)
+def test_what_counts(tmp_path, name, age_s, expected):
+    """
+    Files of the run's time that nobody else has.
+    """
+    put(tmp_path / name, age_s=age_s)
+
+    assert expected == look(tmp_path)
+
+
+def test_the_source_counts_only_where_the_run_wrote_into_it(tmp_path):
+    """
+    A clone is in the repository; a model that a script left in it is not.
+    """
+    put(tmp_path / "job/source/abc/train.py", age_s=60)
+    put(tmp_path / "job/source/abc.done", age_s=50)
+    put(tmp_path / "job/source/abc/model.pt")
+
+    assert ("job/source/abc/model.pt",) == look(tmp_path)
+
+
+def test_links_are_not_followed(tmp_path):
+    """
+    Neither out of the folder, nor round in circles.
+    """
+    put(tmp_path / "elsewhere" / "big.bin")
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "circle").symlink_to(tmp_path / "w")
+    (tmp_path / "w" / "out").symlink_to(tmp_path / "elsewhere")
+
+    assert () == look(tmp_path / "w")
+
+
+def test_an_early_end_asks_only_whether_there_is_anything(tmp_path):
+    """
+    A fresh server has nothing but the guardian's record; one with a run on it has.
+    """
+    put(tmp_path / ".vramfarm/guardian.json")
+    assert not has_files(tmp_path)
+
+    put(tmp_path / "job/journal.jsonl")
+    assert has_files(tmp_path)
