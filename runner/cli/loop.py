@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
             server = None
         end = _run(args, loaded, env, server, lifeline)
     except RunnerError as error:
-        _early_end(error, loaded, server, lifeline)
+        _early_end(error, server, lifeline)
         raise
     return end.code
 
 
-def _early_end(error: RunnerError, loaded: LoadedJob | None, server: Server | None, lifeline: Lifeline) -> None:
+def _early_end(error: RunnerError, server: Server | None, lifeline: Lifeline) -> None:
     """Every early end on a rented server stops that server, but for the one that another runner of ours uses."""
     stop = server is not None and not isinstance(error, LockedError)
     workspace = workspace_of(os.environ)  # not of job.yaml: that may be what is wrong

@@ -6,6 +6,7 @@ Whoever asks keeps the folder when in doubt; a folder kept for nothing costs lit
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -69,6 +70,8 @@ def _fetched_at(path: Path, run_dir: Path) -> float:
     source = run_dir / "source"
     if not path.is_relative_to(source):
         return 0.0
+    if path.parent == source:
+        return math.inf  # a marker of ours
     marker = source / f"{path.relative_to(source).parts[0]}.done"
     try:
         return marker.stat().st_mtime
