@@ -60,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     lifeline = Lifeline(int(wire) if wire else None)
     env = with_secrets(os.environ)
     server = find_server(env)
-    loaded: LoadedJob | None = None
     try:
         loaded = load_job(args.config, env)
         refuse_planned(loaded.job)
