@@ -21,8 +21,10 @@ RUN mkdir -p /opt/runner/bin /opt/runner/lib \
  && cp -P /usr/local/lib/libpython3*.so* /opt/runner/lib/ \
  && cp -R /usr/local/lib/python3.11 /opt/runner/lib/ \
  && cd /opt/runner/lib/python3.11 \
- && rm -rf config-* ensurepip idlelib lib2to3 test tkinter turtle* lib-dynload/_tkinter* lib-dynload/_test* \
-      site-packages && mkdir site-packages \
+ && rm -rf config-* ensurepip idlelib lib2to3 test tkinter turtle* site-packages \
+      lib-dynload/_crypt.* lib-dynload/_curses* lib-dynload/_dbm.* lib-dynload/_gdbm.* lib-dynload/_test* lib-dynload/_tkinter.* \
+      lib-dynload/nis.* lib-dynload/readline.* \
+ && mkdir site-packages \
  && cp /usr/bin/tini-static /opt/runner/bin/tini
 COPY pyproject.toml constraints.txt README.md LICENSE /src/
 COPY runner /src/runner
@@ -46,6 +48,7 @@ RUN set -eu; cd /opt/runner; \
     env -i bin/python3.11 -I -m runner --version
 
 FROM ${BASE_IMAGE}
+USER root
 # Empty: nothing is installed into the base; then `source: {git: …}` needs a git of its own.
 ARG DEBIAN_PACKAGES="ca-certificates git"
 RUN set -eu; missing=; \
@@ -54,10 +57,11 @@ RUN set -eu; missing=; \
     done; \
     [ -z "$missing" ] || { apt-get update -q; \
       DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $missing; rm -rf /var/lib/apt/lists/*; }; \
-    mkdir -p /workspace /run/runner; chmod 1777 /workspace /run/runner; ln -s /entrypoint.sh /usr/local/bin/vramfarm-runner
+    mkdir -p /workspace /run/runner; chmod 1777 /workspace /run/runner; ln -sfn /entrypoint.sh /usr/local/bin/vramfarm-runner
 COPY --from=supervisor /opt/runner /opt/runner
 COPY --chmod=755 entrypoint.sh /entrypoint.sh
 # RUNNER_STOP_TIMEOUT: the seconds of --stop-timeout, which a container cannot see.
 ENV VRAMFARM_WORKSPACE=/workspace RUNNER_STOP_TIMEOUT=
 WORKDIR /workspace
+STOPSIGNAL SIGTERM
 ENTRYPOINT ["/opt/runner/bin/tini", "--", "/entrypoint.sh"]

@@ -9,13 +9,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
+ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
+
 .PHONY: run test check install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 check: install
 	$(BIN)/ruff format --check .
@@ -23,7 +26,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m runner.docs --check
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 docs: install
 	$(BIN)/python -m runner.docs

@@ -117,6 +117,7 @@ up() {
     say "already up: vramfarm-runner status"
     exit 0
   }
+  [ -r /proc/1/environ ] || say "user $(id -u) cannot read what the provider told PID 1: export VRAMFARM_*, RUNNER_JOB and the job's secrets first"
   mkdir -p "${log%/*}" && touch "$log" || exit 3
   setsid "$0" run "$@" </dev/null >>"$log" 2>&1 &
   say "up, as process $!: vramfarm-runner status, or tail -f $log"

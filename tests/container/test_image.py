@@ -45,14 +45,40 @@ def test_the_history_has_no_secret_and_the_image_no_cache(image, torch_base):
     assert set() == leftovers(image) - leftovers(torch_base)
 
 
+def test_the_supervisor_needs_no_newer_glibc_than_ubuntu_22_04_has(image):
+    """
+    2.35: that is what the default base image stands on.
+    """
+    script = (
+        "import pathlib, re; "
+        "files = [f for f in pathlib.Path('/opt/runner').rglob('*') if '.so' in f.name or f.parent.name == 'bin']; "
+        "print(max(int(v) for f in files if f.is_file() for v in re.findall(rb'\\0GLIBC_2[.](\\d+)', f.read_bytes())))"
+    )
+
+    needed = docker("run", "--rm", "--entrypoint", "/opt/runner/bin/python", image, "-I", "-c", script)
+
+    assert 30 < int(needed) <= 35
+
+
 def test_tini_is_pid_1_and_the_entrypoint_takes_any_command(image, code):
     """
-    `docker run IMAGE validate job.yaml`; no option means run.
+    `docker run IMAGE validate job.yaml`; nothing in the user's folders or environment breaks the supervisor's Python.
     """
     code.write("name: a\ncommand: train.py\n")
+    (code.folder / "json.py").write_text("raise RuntimeError('not the real one')")
+    hostile = (
+        "--env",
+        "PYTHONPATH=/job",
+        "--env",
+        "PYTHONHOME=/nowhere",
+        "--env",
+        "LD_LIBRARY_PATH=/job",
+        "--workdir",
+        "/job",
+    )
     entrypoint = json.loads(docker("inspect", "--format", "{{json .Config.Entrypoint}}", image))
 
-    said = docker("run", "--rm", *code.mounts, image, "validate", "/job/job.yaml")
+    said = docker("run", "--rm", *code.mounts, *hostile, image, "validate", "/job/job.yaml")
 
     assert ["/opt/runner/bin/tini", "--", "/entrypoint.sh"] == entrypoint
     assert "torchrun train.py" in said
