@@ -7,7 +7,7 @@ know, who died without a word, warnings, and only then those who waited.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from runner.facts import Diagnosis
@@ -68,12 +68,14 @@ def diagnose(chosen: Chosen) -> Diagnosis:
 
 def _best(suspects: Sequence[Suspect]) -> Suspect | None:
     """Nearest to the cause, then the most exact, then the earliest."""
-    real = [s for s in suspects if s.kind is not Kind.ECHO and not _is_superseded(s, suspects)]
+    families = _families(suspects)
+    real = [s for s in suspects if s.kind is not Kind.ECHO and not _is_superseded(s, families)]
     if any(s.kind is Kind.DEATH for s in real):
         real = [s for s in real if s.kind is not Kind.ERROR or not s.in_collective]
     if not real:
         return None
-    best = min(real, key=lambda s: (s.kind, -s.weight, *_when(s, real)))
+    first = min((s.kind, -s.weight) for s in real)
+    best = _earliest([s for s in real if (s.kind, -s.weight) == first])
     if best.kind is Kind.CAUSE and best.weight == 1:
         return _earlier_error(best, real) or best
     return _last_of_rank(best, real) if best.kind is Kind.ERROR else best
@@ -91,23 +93,32 @@ def _last_of_rank(best: Suspect, real: Sequence[Suspect]) -> Suspect:
     return mine[-1] if mine and best.line.prefix else best
 
 
-def _is_superseded(suspect: Suspect, suspects: Sequence[Suspect]) -> bool:
-    """Of errors raised out of each other one is told: the cause that is named, or the last that was raised."""
+def _families(suspects: Sequence[Suspect]) -> dict[tuple[int, int], list[Suspect]]:
+    """Errors that were raised out of each other."""
+    families: dict[tuple[int, int], list[Suspect]] = {}
+    for suspect in suspects:
+        if suspect.chain and suspect.kind <= Kind.ERROR:
+            families.setdefault((suspect.line.source, suspect.chain), []).append(suspect)
+    return families
+
+
+def _is_superseded(suspect: Suspect, families: Mapping[tuple[int, int], Sequence[Suspect]]) -> bool:
+    """Of a family one is told: the cause that is named, or the last that was raised."""
     if not suspect.chain or suspect.kind is not Kind.ERROR:
         return False
-    family = [s for s in suspects if s.chain == suspect.chain and s.line.source == suspect.line.source]
-    real = [s for s in family if s.kind <= Kind.ERROR]
-    if any(s.during for s in real if s.line.place > suspect.line.place):
+    family = families[suspect.line.source, suspect.chain]
+    if any(s.during for s in family if s.line.place > suspect.line.place):
         return True
-    return not suspect.during and any(s.line.place < suspect.line.place for s in real)
+    return not suspect.during and family[0].line.place < suspect.line.place
 
 
-def _when(suspect: Suspect, others: Sequence[Suspect]) -> tuple[float, tuple[int, int]]:
+def _earliest(suspects: Sequence[Suspect]) -> Suspect:
     """By time stamp where several files are compared and all have one; else by their order."""
-    stamps = {s.line.place: stamp(s.line.raw) for s in others}
-    if len({source for source, _ in stamps}) > 1 and all(found is not None for found in stamps.values()):
-        return stamps[suspect.line.place] or 0.0, suspect.line.place
-    return 0.0, suspect.line.place
+    if len({s.line.source for s in suspects}) > 1:
+        stamps = [stamp(s.line.raw) for s in suspects]
+        if None not in stamps:
+            return min(zip(stamps, suspects, strict=True), key=lambda pair: (pair[0], pair[1].line.place))[1]
+    return min(suspects, key=lambda s: s.line.place)
 
 
 def _is_stale(suspect: Suspect, seen: Evidence) -> bool:
@@ -126,7 +137,7 @@ def _named(best: Suspect, suspects: Sequence[Suspect], seen: Evidence) -> Chosen
     """The earliest line of those that say the same."""
     nearest = max(best.kind, Kind.CAUSE)
     alike = [s for s in suspects if s.label == best.label and s.kind <= nearest]
-    first = best if best.kind is Kind.ERROR else min(alike, key=lambda s: _when(s, alike))
+    first = best if best.kind is Kind.ERROR else _earliest(alike)
     chosen = Chosen(
         label=best.label,
         line=first.line,

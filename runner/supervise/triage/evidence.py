@@ -7,7 +7,9 @@ one, what was handled because training went on, where a second attempt of the la
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -15,7 +17,11 @@ from typing import Final
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.table import ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
 
-_MAX_ANALYSED: Final = 6_000  # suspicious lines of one source; beginning and end
+_FAMILIAR: Final = 20  # times a line may come, numbers aside, before it is no news
+_END: Final = 500  # lines at the end are always news
+_MAX_SHAPES: Final = 50_000
+_MAX_SUSPECTS: Final = 1_000  # of a source; as many again from its end
+_NO_DIGITS: Final = str.maketrans("", "", "0123456789")
 _MANY_STEPS: Final = 3  # lines of progress after an error that show it was handled
 _DEADLY: Final = frozenset({-4, -7, -8, -9, -11})  # signals that end a rank without a word
 
@@ -41,6 +47,7 @@ _QUIET: Final = re.compile(
 )
 _TOLD: Final = re.compile(r"^\[(?:runner|host|startup-check)\] ")  # by the supervisor, not by a rank
 _EARLIER: Final = re.compile(r"\b(?:previous|earlier|last) attempt|attempt \d+ (?:ended|was killed)")
+_FINAL: Final = re.compile(r"NVRM: |Fatal Python error")  # nobody survives it, whoever prints after it
 _TEARDOWN: Final = re.compile(r"closing signal SIG|failed \(exitcode: |ChildFailedError|Killing subprocess")
 _FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
 _TABLE_RANK: Final = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
@@ -143,32 +150,43 @@ class _Reader:
     def __init__(self, seen: Evidence) -> None:
         self._seen = seen
         self._tracebacks: dict[str, _Traceback] = {}
+        self._shapes: dict[str, int] = {}
         self._suspects: list[Suspect] = []
         self._waits: list[Waited] = []
         self._progress: list[LogLine] = []
+        self._steps: list[int] = []
         self._teardowns: list[int] = []
         self._row: int | None = None
         self._after_last_error = False
         self._chain = 0
 
     def read(self, lines: Sequence[LogLine]) -> None:
-        for line in _bounded(lines):
-            self._line(line)
+        for at, line in enumerate(lines):
+            self._line(line, is_news=self._is_new(line) or at >= len(lines) - _END)
         self._keep_first_attempt()
 
-    def _line(self, line: LogLine) -> None:
-        text = line.text
+    def _is_new(self, line: LogLine) -> bool:
+        """Logs repeat themselves; what came often is not looked at again."""
+        shape = line.text.translate(_NO_DIGITS)
+        count = self._shapes.get(shape, 0)
+        if count or len(self._shapes) < _MAX_SHAPES:
+            self._shapes[shape] = count + 1
+        return count < _FAMILIAR
+
+    def _line(self, line: LogLine, *, is_news: bool) -> None:
         if line.rank is not None:
             self._seen.ranks.add(line.rank)
         if self._launcher_says(line):
             return
-        self._look_for_signs(line)
-        if _PROGRESS.search(text):
+        if is_news:
+            self._look_for_signs(line)
+        if _PROGRESS.search(line.text):
             self._step(line)
-        told = _TOLD.match(text)
-        if told is None and self._in_traceback(line):
+        told = _TOLD.match(line.text) is not None
+        if not told and self._in_traceback(line, is_news=is_news):
             return
-        self._ordinary(line, told=told is not None)
+        if is_news:
+            self._ordinary(line, told=told)
 
     # -------------------------------------------------------------------- the launcher
 
@@ -214,7 +232,7 @@ class _Reader:
             if sign not in self._seen.signs and pattern.search(line.text):
                 self._seen.signs[sign] = line
 
-    def _in_traceback(self, line: LogLine) -> bool:
+    def _in_traceback(self, line: LogLine, *, is_news: bool) -> bool:
         """True if the line stands in a traceback or ends one."""
         text = line.text
         state = self._tracebacks.setdefault(line.prefix, _Traceback())
@@ -233,7 +251,9 @@ class _Reader:
             state.strangers += 1
             state.open = state.strangers < _MANY_STEPS
             return False
-        self._exception(line, state)
+        state.open = False
+        if is_news:
+            self._exception(line, state)
         return True
 
     def _begin(self, state: _Traceback, *, original: bool) -> None:
@@ -243,7 +263,6 @@ class _Reader:
         state.open, state.linked, state.in_collective, state.strangers = True, False, False, 0
 
     def _exception(self, line: LogLine, state: _Traceback) -> None:
-        state.open = False
         if NOISE.search(line.text):
             return
         kind, label, weight = recognise(line.text) or (Kind.ERROR, "user_exception", 1)
@@ -286,6 +305,8 @@ class _Reader:
 
     def _add(self, line: LogLine, kind: Kind, **more: object) -> None:
         self._suspects.append(Suspect(line=line, kind=kind, **more))  # type: ignore[arg-type]  # fields of Suspect
+        if len(self._suspects) > 2 * _MAX_SUSPECTS:
+            del self._suspects[_MAX_SUSPECTS]
 
     def _waited(self, line: LogLine) -> None:
         how = next(name for name, pattern in WAITS if pattern.search(line.text))
@@ -308,6 +329,7 @@ class _Reader:
     def _keep_first_attempt(self) -> None:
         """Errors after a restart by the launcher are another attempt's; errors that training survived are none."""
         restart = self._restart()
+        self._steps = [line.number for line in self._progress]
         suspects = [s for s in self._suspects if s.line.number < restart] or self._suspects
         waits = [w for w in self._waits if w.line.number < restart]
         self._seen.suspects += [s for s in suspects if not self._was_handled(s)]
@@ -319,16 +341,18 @@ class _Reader:
     def _restart(self) -> float:
         """Number of the first line of progress after the launcher ended its ranks."""
         if not self._teardowns:
-            return float("inf")
-        return next((line.number for line in self._progress if line.number > self._teardowns[0]), float("inf"))
+            return math.inf
+        return next((line.number for line in self._progress if line.number > self._teardowns[0]), math.inf)
 
     def _was_handled(self, suspect: Suspect) -> bool:
         if suspect.kind not in {Kind.CAUSE, Kind.ERROR, Kind.HINT, Kind.HOST} or suspect.line.prefix.startswith("rank"):
             return False
-        if "NVRM" in suspect.line.text or "Fatal Python error" in suspect.line.text:
+        if _FINAL.search(suspect.line.text):
             return False
-        end = next((at for at in self._teardowns if at > suspect.line.number), float("inf"))
-        return sum(suspect.line.number < line.number < end for line in self._progress) >= _MANY_STEPS
+        at = suspect.line.number
+        end = next((teardown for teardown in self._teardowns if teardown > at), math.inf)
+        survived = bisect_left(self._steps, end) - bisect_right(self._steps, at)
+        return survived >= _MANY_STEPS
 
 
 @dataclass(slots=True)
@@ -369,9 +393,3 @@ def stamp(text: str) -> float | None:
 def last_step(seen: Evidence) -> int | None:
     matches = (_STEP.search(line.text) for line in reversed(seen.progress))
     return next((int(match[1]) for match in matches if match), None)
-
-
-def _bounded(lines: Sequence[LogLine]) -> Iterable[LogLine]:
-    if len(lines) <= 2 * _MAX_ANALYSED:
-        return lines
-    return (*lines[:_MAX_ANALYSED], *lines[-_MAX_ANALYSED:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Final
@@ -21,11 +21,11 @@ _WHOLE: Final = 2 << 20  # a file up to this size is kept whole
 _HEAD: Final = 8 << 20
 _TAIL: Final = 24 << 20
 _BEFORE: Final = 4 << 10
-_AFTER: Final = 32 << 10
+_AFTER: Final = 16 << 10
 _END: Final = 256 << 10
-_MAX_WINDOWS: Final = 96  # from the beginning, and as many from the end
+_MAX_HITS: Final = 48  # from the beginning of a part, and as many from its end
 MAX_LINE_BYTES: Final = 64 << 10
-_MAX_TEXT: Final = 4_000  # of a line, for recognition
+_MAX_TEXT: Final = 2_000  # of a line, for recognition
 
 _WORDS: Final = (
     b"Traceback (most recent call last)",
@@ -126,32 +126,45 @@ def _strip(text: str) -> tuple[str, int | None, str]:
 
 
 @dataclass(slots=True)
-class _Survey:
-    """One pass over a file: where its suspects are, and how many lines end before each block."""
+class _Hits:
+    """The first and the last offsets of a part of a file; what lies between is dropped."""
 
-    first: list[int]
-    last: list[int]
-    ends_before: list[int]
+    first: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
 
     def add(self, offset: int) -> None:
-        if len(self.first) < _MAX_WINDOWS:
+        if len(self.first) < _MAX_HITS:
             self.first.append(offset)
             return
         self.last.append(offset)
-        del self.last[:-_MAX_WINDOWS]
+        del self.last[:-_MAX_HITS]
+
+
+@dataclass(slots=True)
+class _Survey:
+    """One pass over a file: where its suspects are, and how many lines end before each block."""
+
+    head: _Hits = field(default_factory=_Hits)
+    middle: _Hits = field(default_factory=_Hits)
+    tail: _Hits = field(default_factory=_Hits)
+    ends_before: list[int] = field(default_factory=list)
+
+    def offsets(self) -> Iterator[int]:
+        return (at for part in (self.head, self.middle, self.tail) for at in (*part.first, *part.last))
 
 
 def _survey(file: BufferedReader, size: int) -> _Survey:
-    survey = _Survey([], [], [])
+    survey = _Survey()
     before, ends, free_from = b"", 0, 0
     file.seek(0)
     for start in range(0, size, _BLOCK):
         survey.ends_before.append(ends)
         read = file.read(_BLOCK)
         block, base = before + read, start - len(before)
-        careful = start < _HEAD or start >= size - _TAIL
-        for at in _suspects(block, max(0, free_from - base)) if careful else _first_words(block):
-            survey.add(base + at)
+        part = survey.head if start < _HEAD else survey.tail if start >= size - _TAIL else survey.middle
+        found = _first_words(block) if part is survey.middle else _suspects(block, max(0, free_from - base))
+        for at in found:
+            part.add(base + at)
             free_from = base + at + _AFTER // 2
         ends += read.count(b"\n")
         before = block[-64:]  # a word may lie across two blocks
@@ -171,7 +184,7 @@ def _first_words(block: bytes) -> list[int]:
 
 def _windows(survey: _Survey, size: int) -> list[tuple[int, int]]:
     """Parts of the file, in order and apart from each other, that are worth reading line by line."""
-    around = [(max(0, at - _BEFORE), min(size, at + _AFTER)) for at in (*survey.first, *survey.last)]
+    around = [(max(0, at - _BEFORE), min(size, at + _AFTER)) for at in survey.offsets()]
     return _merge([(0, _AFTER), *around, (size - _END, size)])
 
 
