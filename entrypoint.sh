@@ -16,10 +16,11 @@ say() { printf '%(%H:%M:%S)T container: %s\n' -1 "$*" >&2; }
 # because keys are among it. What the session sets itself stays, but for PATH, which would lead to another Python.
 adopt_environment() {
   local entry name
+  grep -qsz '^VRAMFARM_WORKSPACE=' /proc/1/environ || return 0 # not of this image: with --pid=host it is the host's
   while IFS= read -r -d '' entry; do
     name=${entry%%=*}
     [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || continue
-    [[ $name = PATH || -z ${!name+set} ]] && export "$entry"
+    [[ $name = PATH || -z ${!name+set} ]] && export "${entry?}"
   done 2>/dev/null </proc/1/environ
 }
 
@@ -55,15 +56,17 @@ check_nccl() {
       compgen -G "/sys/class/net/$interface*" >/dev/null && found=1
     done
     [ -n "$found" ] || {
-      say "$name=${!name} names no network interface of this container ($(ls /sys/class/net | xargs)): going on without it; take the -e $name away"
+      say "$name=${!name} names no network interface of this container ($(interfaces)): going on without it; take the -e $name away"
       unset "$name"
     }
   done
   [ "${NCCL_P2P_DISABLE-0}" != 1 ] || say "NCCL_P2P_DISABLE=1: the cards talk through the host's memory; take that -e away unless they hang without it"
 }
 
+interfaces() { (cd /sys/class/net && echo *); }
+
 check_network() { # with --network none a host name leads nowhere, and gloo would look it up
-  [ "$(ls /sys/class/net 2>/dev/null | xargs)" = lo ] || return 0
+  [ "$(interfaces)" = lo ] || return 0
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo}
   say "no network in this container (--network none): training on this machine works; a store must be a file:// folder, and a server cannot be stopped"
 }
