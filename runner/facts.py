@@ -250,6 +250,7 @@ class Observed:
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
     trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()
+    free_bytes: int | None = None  # on the disk of the checkpoints
     leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
     ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet

@@ -223,7 +223,9 @@ class Guardian:
         return end
 
     def _end_at_deadline(self) -> End:
-        log(f"the deadline {_show(self._armed.deadline_at)} is here: ending the run")
+        log(
+            f"the deadline {_show(self._armed.deadline_at)} is here: ending the run; a later one in job.yaml (limits) lets it go on"
+        )
         self._signal_runner(signal.SIGKILL)
         if left := end_all(self._find_run, timeout_s=10.0):
             log(f"{len(left)} processes of the run hang in the kernel")

@@ -58,7 +58,12 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
         tell(action, seen, history)
         match action:
             case Leave():
-                return End(code=LEFT, stop=False, keep=True, reason="left after SIGTERM; start it again to go on")
+                return End(
+                    code=LEFT,
+                    stop=False,
+                    keep=True,
+                    reason="asked to leave (SIGTERM or Ctrl-C); start it again to go on",
+                )
             case End():
                 journal.append(events.stop_sent(seen.life, keep=action.keep, at=seen.now))
                 return action

@@ -134,8 +134,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return ""  # quick, and again and again: their ends are told
         case Discard(name=name):
             return f"discard {name}: it was never committed"
-        case Prune(ref=ref):
-            return f"prune {ref.name}: newer ones are kept"
+        case Prune(ref=ref, reason=reason):
+            return f"prune {ref.name}: {reason}"
         case SetAside(ref=ref):
             return f"set aside {ref.name}: its bytes are not what its manifest says; it is kept as .damaged-{ref.name}"
         case Launch(number=number, resume=None, lineage=lineage):

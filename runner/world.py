@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -151,6 +152,7 @@ class RealWorld:
             boot_id=self._boot_id,
             life=self._life,
             local=self.checkpoints.committed(),
+            free_bytes=self._free_bytes(),
             leftovers=self.checkpoints.leftovers(),
             damaged=self._damaged(),
             offsite=self._store.checkpoints,
@@ -178,6 +180,11 @@ class RealWorld:
         if not self._pages_are_tidy:
             pages.remove_stale(self._folder.root)
             self._pages_are_tidy = True
+
+    def _free_bytes(self) -> int | None:
+        with suppress(OSError):
+            return shutil.disk_usage(self.checkpoints.root).free
+        return None
 
     def _find_only_here(self, since: datetime) -> tuple[str, ...]:
         """Looked for once after each attempt: it reads a whole tree."""

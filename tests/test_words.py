@@ -97,7 +97,7 @@ def test_cost_is_what_the_bill_will_say(minutes, expected):
         (RecordExit(Ending.INTERRUPTED, Exit(code=0), 9, "noise"), "attempt interrupted at step 9 (exit 0)"),
         (Interrupt("SIGTERM"), "interrupt: save and leave (SIGTERM)"),
         (Kill("why"), "kill the attempt: why"),
-        (Prune(REF), "prune step-00000500-0123abcd: newer ones are kept"),
+        (Prune(REF, "why"), "prune step-00000500-0123abcd: why"),
         (Conclude(Outcome.GAVE_UP, "why"), "conclude gave_up: why"),
         (Begin(TaskKind.RESTORE, "x"), "restore x from the store: this disk does not have it"),
         (Begin(TaskKind.TIDY, "x"), ""),

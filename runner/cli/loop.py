@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -44,6 +44,7 @@ from runner.world import RealWorld, RunFolder, Setting
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
+_LAST_MINUTE: Final = timedelta(minutes=1)
 _IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
 
 
@@ -254,6 +255,8 @@ def _digest(value: object) -> str:
 
 def _tell_deadline(job: Job, folder: RunFolder, history: History, server: Server | None, lifeline: Lifeline) -> None:
     at = deadline(job.limits, history.opened_at or datetime.now(UTC), server)
+    if server is None:  # nothing is billed: let the runner say what happened, and not be ended in the middle of it
+        at = max(at, datetime.now(UTC) + _LAST_MINUTE)
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder
     lifeline.deadline(at, run=str(folder.root), keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
 

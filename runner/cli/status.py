@@ -101,14 +101,16 @@ def _checkpoints(status: Status) -> str:
         return "no checkpoint yet"
     newest = checkpoints[-1]
     safe = sum(bool(checkpoint.get("verified")) for checkpoint in checkpoints)
-    return f"{len(checkpoints)} checkpoints, {safe} verified in the store, the newest at step {newest.get('step')}"
+    where = f"{safe} verified in the store" if status.get("store") else "only on this disk"
+    return f"{len(checkpoints)} checkpoints, {where}, the newest at step {newest.get('step')}"
 
 
 def _time_and_money(status: Status, now: datetime) -> str:
     parts = []
-    if deadline := status.get("deadline_at"):
+    if (deadline := status.get("deadline_at")) and not status.get("outcome"):
         left = (datetime.fromisoformat(deadline) - now).total_seconds()
-        parts.append(f"the server stops at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}")
+        what = "the server stops" if status.get("server") else "the run ends"
+        parts.append(f"{what} at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}")
     if cost := status.get("cost"):
         parts.append(f"cost so far {cost}")
     if server := status.get("server"):

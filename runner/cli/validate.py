@@ -9,9 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+from runner.adapters.launchers import Launch, check_command, split_command
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import planned
+from runner.errors import JobError
 from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
 from runner.words import size
 
@@ -27,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loaded = load_job(args.named or args.config, os.environ)
-    warnings = [*planned(loaded.job), *warn(loaded.job, os.environ)]
+    warnings = [*planned(loaded.job), *_what_is_missing(loaded), *warn(loaded.job, os.environ)]
     if args.json:
         out_json({"job": loaded.job.model_dump(mode="json", by_alias=True), "warnings": warnings})
         return 0
@@ -122,8 +124,26 @@ def _end(job: Job) -> str:
     return f"{success}; {failure}"
 
 
+def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:
+    """Where the code is already here, so must be the script; it may still be on its way to another machine."""
+    job = loaded.job
+    if job.source is not None or "{" in job.command:
+        return
+    code = loaded.folder / job.workdir if job.workdir else loaded.folder
+    words = split_command(job.command, resume_args=(), values={})
+    try:
+        check_command(job.launcher, Launch(python="python", command=words, num_procs=1, log_dir=code), cwd=code)
+    except JobError as error:
+        yield str(error)
+
+
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     """What is allowed, and yet rarely meant."""
+    if not Path(job.checkpoint.dir).is_relative_to(job.finish.save_folder):
+        yield (
+            f"checkpoint.dir: {job.checkpoint.dir} is outside finish.save_folder ({job.finish.save_folder}): "
+            "a provider that keeps that folder does not keep the checkpoints"
+        )
     if job.offload.to is None:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif job.offload.to.startswith("file://"):

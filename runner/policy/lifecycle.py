@@ -35,6 +35,7 @@ EXIT_CODES = {
     Outcome.STORE: 4,
 }
 LEFT = 75
+SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Prune:
     """Remove what was committed and is not needed."""
 
     ref: Ref
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +255,23 @@ def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
     in_use |= {a.resume for a in history.attempts[-1:] if a.resume is not None and a.ending is None}
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
     if plan.remove:
-        return Prune(plan.remove[0])
+        return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept")
+    if not has_room(seen):
+        cramped = plan_retention(refs, keep_last=1, in_use=in_use)
+        if cramped.remove:
+            return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
     uploading = isinstance(seen.tasks.get(TaskKind.UPLOAD), Running)  # its shards have no manifest yet
     if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not uploading:
         return _begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
     return None
+
+
+def has_room(seen: Observed) -> bool:
+    """Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less."""
+    if seen.free_bytes is None or not seen.local:
+        return True
+    needed = max(c.size_bytes for c in seen.local) + max(c.size_bytes for c in seen.local) // 20 + SPARE_BYTES
+    return seen.free_bytes >= needed
 
 
 def _subject(state: TaskState) -> str:
@@ -320,7 +334,7 @@ def _reason_to_end(job: Job, history: History, seen: Observed) -> Action | None:
     if seen.refusal:
         return _refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:
-        return Conclude(Outcome.LIMIT, "the time limit is reached")
+        return Conclude(Outcome.LIMIT, "the time limit is reached; with a later one in job.yaml (limits) it goes on")
     return None
 
 

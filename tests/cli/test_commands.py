@@ -31,6 +31,7 @@ def write_run(folder: Path, **fields) -> Path:
         "eta_s": 250.0,
         "attempt": 1,
         "verdict": None,
+        "store": "s3://bucket/runs/llama",
         "checkpoints": [
             {"step": 400, "id": "0123abcd", "lineage": 1, "local": True, "offsite": True, "verified": True},
             {"step": 500, "id": "4567cdef", "lineage": 1, "local": True, "offsite": False, "verified": False},
@@ -179,6 +180,7 @@ def test_validate_warns_when_nothing_leaves_the_machine(tmp_path, cli):
     A server's disk goes with the server.
     """
     (tmp_path / "job.yaml").write_text("name: a\ncommand: t.py\nsecrets: [NO_SUCH_SECRET]\n")
+    (tmp_path / "t.py").touch()
 
     done = json.loads(cli("validate", "job.yaml", "--json").stdout)
 
@@ -234,6 +236,7 @@ def test_what_is_not_built_yet_is_said_and_refused(tmp_path, cli, key):
     Nobody finds out in the morning that a key was read and ignored.
     """
     (tmp_path / "job.yaml").write_text(f"{JOB}{key}\n")
+    (tmp_path / "train.py").touch()
 
     warnings = json.loads(cli("validate", "--json", "job.yaml").stdout)["warnings"]
     refused = cli("run", "--config", "job.yaml")

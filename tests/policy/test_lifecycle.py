@@ -1,19 +1,22 @@
 """The whole life of a job in simulated time, losing power after every single disk operation."""
 
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.facts import Ending, Outcome
+from runner.facts import Checkpoint, Ending, History, Live, Observed, Outcome
 from runner.job import Job
+from runner.policy.lifecycle import Prune, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from tests.fakes import Loss
 from tests.simworld import START, TURN, Elsewhere, boot, shard_bytes
+from vramfarm.protocol import Ref
 
 JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
 HERE_ONLY = JOB.model_copy(update={"offload": Job.model_validate({"command": "x"}).offload})
@@ -457,3 +460,25 @@ def test_what_no_store_has_is_kept(tmp_path):
     end, _ = boot(JOB, tmp_path / "job", elsewhere)
 
     assert (0, True, True) == (end.code, end.stop, end.keep)
+
+
+def test_a_disk_that_holds_only_two_keeps_one_and_goes_on_saving(tmp_path):
+    """
+    Without room for one more, one less is kept; the newest never goes, nor one that is being uploaded.
+    """
+    checkpoints = tuple(
+        Checkpoint(ref=Ref(1, step, 1, f"{step:08x}"), size_bytes=10**9, world_size=1, written_at=START)
+        for step in (100, 200)
+    )
+    seen = Observed(now=START, boot_id="b", life="l", live=Live(attempt_id="a", trainers=(1,), savers=()))
+    seen = replace(seen, local=checkpoints, offsite=checkpoints, free_bytes=10**9)
+    history = History(accepted_at=START, opened_at=START)
+
+    tight = decide(JOB, history, seen)
+    roomy = decide(JOB, history, replace(seen, free_bytes=2 * 10**9))
+    last = decide(JOB, history, replace(seen, local=checkpoints[1:]))
+
+    assert isinstance(tight, Prune)
+    assert 100 == tight.ref.step
+    assert isinstance(roomy, Wait)
+    assert isinstance(last, Wait)

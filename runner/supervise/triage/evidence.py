@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,8 @@ _FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (
 _TABLE_RANK: Final = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 _TABLE_CODE: Final = re.compile(r"^\s*exitcode\s*: (?P<code>-?\d+) ")
 _RETURNED: Final = re.compile(
-    r"exits with return code = (?P<signal>-\d+)|exited with code (?P<shell>137|139)\b|OOMKilled=(?:true)"
+    r"exits with return code = (?P<signal>-\d+)|(?:exited with|exit) code (?P<shell>13[2-9])\b|"
+    r"(?:terminated with signal |died with <Signals\.)(?P<name>SIG[A-Z]+)|OOMKilled=(?P<oom>true)"
 )
 _STAMP: Final = (
     re.compile(r"\b[EWIF](?P<month>[01]?\d)(?P<day>[0-3]\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
@@ -68,10 +70,10 @@ _SIGNS: Final = {
     "nvlink_topology": re.compile(r"\bNV\d+\b"),
     "host_memory": re.compile(r"(?i)cpu rss|\brss\b|CPU Virtual Memory|\bRAM\b|host memory|OOMKilled=true|oom_kill [1-9]"),
     "kernel_oom": re.compile(r"(?i)out of memory: kill|invoked oom-killer|OOMKilled=true|oom_kill [1-9]"),
-    "preparing": re.compile(r"(?i)(?:tokeniz|preprocess|\bmap\b|grouping texts|packing|generating \w+ split|loading raw).*"),
+    "preparing": re.compile(r"(?i)\b(?:tokenizing|pre-?processing|grouping texts|packing|building (?:index|dataset|cache))\b|\b(?:map|filter|generating \w+ split)\b.*(?:\d%|examples/s)"),
     "stall": re.compile(r"(?i)no (?:output|progress|step\w*|log\w*|line\w*)\b.*\b(?:for|since|in)\b|\bstall|\bhangs?\b|waits? (?:for|on) (?:stdin|a prompt)"),
     "busy_cards": re.compile(r"(?i)(?:util|use|usage)\w*\W{0,3}(?:100(?:\s?%)?[/, ]*)+"),
-    "clock": re.compile(r"(?i)clock (?:was |is )?(?:wrong|step|jump|adjust|changed|set)|time (?:has been changed|jump|step)|stepped (?:the )?(?:system )?clock"),
+    "clock": re.compile(r"(?i)(?:system clock|chronyd?|timesyncd|ntpd?)\b.*(?:wrong|step|jump|adjust|chang|forward|backward|offset)|time jump"),
     "no_xid": re.compile(r"(?i)no (?:new )?xid|dmesg\b.*(?:clean|empty|nothing)"),
     "bad_card": re.compile(r"Xid \(PCI:[^)]*\): (?:92|63|48|64|94|95),|(?i:(?:volatile|aggregate|uncorrect\w+)[^:]*ecc[^:]*:\s*[1-9])|(?i:ecc errors?\W+[1-9]\d*)|(?i:remapped rows.*[1-9])"),
     "shm_leftovers": re.compile(r"\bdev/shm\b.*(?:nccl-|torch_|sem\.|files?\b|segments?\b).*|(?:leaked|left ?over|stale|orphan)\w* .*(?:shm|shared memory|segment)"),
@@ -91,6 +93,7 @@ class Suspect:
     in_collective: bool = False  # raised while waiting for others
     chain: int = 0  # tracebacks that were raised out of each other
     during: bool = False  # raised while another was handled
+    code: int = 0  # of a death: minus the signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +209,17 @@ class _Reader:
             self._ended(int(match["rank"]), int(match["code"]), line)
             return True
         if match := _RETURNED.search(text):
-            self._add(line, Kind.DEATH, weight=int("139" in text or "-11" in text))
-            return True
+            return self._returned(match, line)
         return False
+
+    def _returned(self, match: re.Match[str], line: LogLine) -> bool:
+        """A launcher without a table, or the container engine, says by which signal somebody ended."""
+        code = int(match["signal"] or 0) or (128 - int(match["shell"]) if match["shell"] else 0)
+        if match["name"]:
+            code = -getattr(signal, match["name"], 0)
+        if code in _DEADLY or match["oom"]:
+            self._add(line, Kind.DEATH, code=code or -int(signal.SIGKILL))
+        return code in _DEADLY or bool(match["oom"])
 
     def _ended(self, rank: int, code: int, line: LogLine) -> None:
         self._seen.ranks.add(rank)
@@ -218,7 +229,7 @@ class _Reader:
         self._seen.exits[rank] = code
         self._seen.exit_lines[rank] = said
         if code in _DEADLY:
-            self._add(said, Kind.DEATH)
+            self._add(said, Kind.DEATH, code=code)
 
     # ------------------------------------------------------------------------- a rank
 

@@ -24,16 +24,14 @@ _GRADIENTS: Final = {"ALLREDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE"}
 
 def died(best: Suspect, seen: Evidence) -> Chosen:
     """A signal that its rank could not say a word about."""
-    code = seen.exits.get(best.line.rank, 0) if best.line.rank is not None else 0
-    code = code or (-int(signal.SIGSEGV) if best.weight else -int(signal.SIGKILL))
-    alike = [rank for rank, other in seen.exits.items() if other == code]
+    alike = [rank for rank, code in seen.exits.items() if code == best.code]
     everyone = len(alike) > 1 and 2 * len(alike) > len(seen.ranks)
     dead = Chosen(
         label="sigkill_unknown", line=best.line, rank=None if everyone else best.line.rank, confidence="medium"
     )
-    if code in _CRASHES:
+    if best.code in _CRASHES:
         return refine(replace(dead, label="segfault"), seen)
-    if code == -signal.SIGBUS:
+    if best.code == -signal.SIGBUS:
         return replace(dead, label="shm_too_small")
     if {"host_memory", "kernel_oom"} & set(seen.signs):
         return refine(replace(dead, label="host_oom"), seen)
@@ -140,7 +138,8 @@ def _never_worked(first: Waited, seen: Evidence) -> str:
 def _skipped(seen: Evidence) -> LogLine | None:
     """A rank that saw NaN just before the others began to wait."""
     line = next((s.line for s in seen.suspects if s.label == "nan_one_rank_skips_collective"), None)
-    return line or seen.signs.get("nan")
+    sign = seen.signs.get("nan")
+    return line or (sign if sign and sign.rank is not None else None)
 
 
 def _odd_one(waits: Sequence[Waited]) -> Waited | None:

@@ -71,7 +71,7 @@ ECHO: Final = re.compile(
     r"Caught \w+ in (?:DataLoader worker|pin memory|replica)|unexpected pos \d+ vs|"
     r"^KeyboardInterrupt\b|^SystemExit|^(?:\w+\.)*(?:ProcessExitedException|ProcessRaisedException)|^GeneratorExit|"
     r"[Tt]ried to allocate (?:more than )?1EB|Unable to locate package|Unable to acquire the dpkg frontend lock|"
-    r"unhandled system error|unhandled cuda error|is another process using it"
+    r"unhandled system error|unhandled cuda error|is another process using it|returned non-zero exit status"
 )
 
 WATCHDOG: Final = re.compile(
@@ -144,7 +144,7 @@ ROWS: Final = (
     _row("cuda_in_forked_worker", r"Cannot re-initialize CUDA in forked subprocess", 3),
     _row("device_side_assert", r"\.cuh?:\d+: .*block: \[.*Assertion|device-side assert", 3),
     _row("fabric_nvls", r"nvls\.cc.*NCCL WARN|NVLS|[Mm]ulticast .*(?:fail|bind)|(?:fail|bind).*[Mm]ulticast", 3),
-    _row("cuda_illegal_access_nccl", r"NCCL WARN .*(?:illegal memory access|an illegal)", 3),
+    _row("cuda_illegal_access_nccl", r"(?:NCCL WARN .*|^Cuda failure .*)illegal memory access", 3),
     _row("cuda_oom_nccl", r"NCCL WARN .*(?:out of memory|Failed to CUDA (?:calloc|malloc|host alloc))|Failed to CUDA (?:calloc|malloc)", 3),
     _row("cuda_illegal_access", r"illegal memory access|misaligned address|an illegal instruction|unspecified launch failure|CUDA_ERROR_ILLEGAL_ADDRESS", 2),
     _row("cuda_oom", r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|hipErrorOutOfMemory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", 3),
