@@ -12,12 +12,14 @@ from typing import Final
 from runner.facts import Decision
 from runner.supervise.triage.evidence import Evidence
 from runner.supervise.triage.lines import LogLine
+from runner.supervise.triage.table import Kind
 
 _LEAK_FACTOR: Final = 1.3  # memory grew by so much with the steps
 _UNITS: Final = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OTHERS: Final = re.compile(r"Process \d+ has ([\d.]+) ([KMG])iB memory in use")
 _OLD_TOTAL: Final = re.compile(r"\(GPU \d+; ([\d.]+) ([KMG])iB total capacity; ([\d.]+) ([KMG])iB already allocated")
 _XID: Final = re.compile(r"Xid \(PCI:[^)]*\): (\d+),")
+_BROKEN_COMMANDS: Final = re.compile(r"Xid \(PCI:[^)]*\): (?:32|11|25|69|80),")
 _UNCONTAINED: Final = {"48", "95", "140", "171", "172"}
 _LINKS: Final = {"74", *map(str, range(144, 151)), "155", "157"}
 _OF_PROGRAMS: Final = {"13", "31", "137"}
@@ -136,9 +138,12 @@ def _memory_error(chosen: Chosen, seen: Evidence) -> Chosen:
     return replace(chosen, decision=Decision.RESUME) if "94" in numbers and not numbers & _UNCONTAINED else chosen
 
 
-def _fault(chosen: Chosen, _seen: Evidence) -> Chosen:
-    """A broken command buffer may be the card's fault; the first time is worth a resume."""
-    return replace(chosen, decision=Decision.RESUME) if re.search(r"\): (?:32|11|25|69|80),", chosen.text) else chosen
+def _fault(chosen: Chosen, seen: Evidence) -> Chosen:
+    """The first transfer of all blames the path between cards; a broken command buffer perhaps the card."""
+    in_transfer = any(s.in_collective or s.kind is Kind.ECHO for s in seen.suspects if s.line is chosen.line)
+    if in_transfer and not seen.progress:
+        return replace(chosen, label="cuda_illegal_access_nccl")
+    return replace(chosen, decision=Decision.RESUME) if _BROKEN_COMMANDS.search(chosen.text) else chosen
 
 
 def _xids(seen: Evidence) -> set[str]:

@@ -145,7 +145,7 @@ ROWS: Final = (
     _row("device_side_assert", r"\.cuh?:\d+: .*block: \[.*Assertion|device-side assert", 3),
     _row("fabric_nvls", r"nvls\.cc.*NCCL WARN|NVLS|[Mm]ulticast .*(?:fail|bind)|(?:fail|bind).*[Mm]ulticast", 3),
     _row("cuda_illegal_access_nccl", r"(?:NCCL WARN .*|^Cuda failure .*)illegal memory access", 3),
-    _row("cuda_oom_nccl", r"NCCL WARN .*(?:out of memory|Failed to CUDA (?:calloc|malloc|host alloc))|Failed to CUDA (?:calloc|malloc)", 3),
+    _row("cuda_oom_nccl", r"(?:NCCL WARN .*|^Cuda failure .*)out of memory|Failed to CUDA (?:calloc|malloc|host alloc)", 3),
     _row("cuda_illegal_access", r"illegal memory access|misaligned address|an illegal instruction|unspecified launch failure|CUDA_ERROR_ILLEGAL_ADDRESS", 2),
     _row("cuda_oom", r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|hipErrorOutOfMemory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", 3),
     _row("container_lost_gpu", r"CUDA error: unknown error", 1),
