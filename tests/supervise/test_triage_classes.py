@@ -39,7 +39,7 @@ def raised(rank, error, frame="train.py", line="    f()"):
     return "".join(f"[rank{rank}]: {part}\n" for part in text.splitlines()) if rank is not None else text
 
 
-def watchdog(rank, seq=812, op="ALLREDUCE", numel=4096, limit=600000, ran=600037):
+def watchdog(rank, *, seq=812, op="ALLREDUCE", numel=4096, limit=600000, ran=600037):
     return (
         f"[rank{rank}]:[E101 10:00:00.929096625 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective "
         f"operation timeout: WorkNCCL(SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)={limit}) "
@@ -139,6 +139,12 @@ STRUCTURE = {
     ),
     "who lost the store points to rank 0": (
         raised(None, "ValueError: bad") + raised(3, STORE.format(3)), "user_exception", 0, "ValueError",
+    ),
+    "a vague cause after an error": (
+        raised(2, "ValueError: bad") + raised(0, "FileNotFoundError: [Errno 2] No such file or directory: '/w/out/last.tmp'"), "user_exception", 2, "ValueError",
+    ),
+    "what a rank says last": (
+        raised(1, "KeyError: 'retried'") + raised(1, "ValueError: bad"), "user_exception", 1, "ValueError",
     ),
     "arguments": ("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lrr\n" + table(1), "user_exception", 1, "unrecognized"),
     "a box around the traceback": (
