@@ -5,8 +5,8 @@ When one rank dies the others complain louder: what they print is secondary and 
 chosen while anything better is there. Torchrun itself always exits 1, and what it names as
 the root cause is only the first it noticed.
 
-`sources` finds the files, `lines` reads them within bounds, `table` recognises single lines,
-`evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
+`sources` finds the files, `lines` reads them within bounds, `table` and `signs` recognise single
+lines, `evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
 and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
 """
 

@@ -12,9 +12,10 @@ from typing import Final
 
 from runner.facts import Diagnosis
 from runner.supervise.triage import silence
-from runner.supervise.triage.evidence import Evidence, Suspect, stamp
+from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.meanings import MEANINGS
 from runner.supervise.triage.refine import Chosen, refine
+from runner.supervise.triage.signs import stamp
 from runner.supervise.triage.table import Kind
 
 _NEAR_S: Final = 120.0  # between a kernel line and the error that follows from it

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from runner.supervise.triage.lines import LogLine
+from runner.supervise.triage.signs import SIGNS
 from runner.supervise.triage.table import ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
 
 _FAMILIAR: Final = 20  # times a line may come, numbers aside, before it is no news
@@ -42,11 +43,12 @@ _PROGRESS: Final = re.compile(
     r"(?i)^(?!.*(?:tokeniz|\bmap\b|download|loading|fetching|generating|grouping|packing|filter)).*?"
     r"(?:\b(?:global_?step|step|iter(?:ation)?|epoch)\b\W{0,4}\d+.*loss|'loss':|\d+%\|.*\d+/\d+ \[.*(?:it/s|s/it))"
 )
-_STEP: Final = re.compile(r"(?i)\b(?:global_?step|step|iter(?:ation)?)\b\W{0,4}(\d+)")
 _QUIET: Final = re.compile(
     r"\bWARN(?:ING)?\b|\bINFO\b|\bDEBUG\b|\b[Rr]etry(?:ing)?\b|Warning: |will retry|\bskipping\b"
 )
 _TOLD: Final = re.compile(r"^\[(?:runner|host|startup-check)\] ")  # by the supervisor, not by a rank
+_CHECK: Final = "[startup-check] "  # of the machine, before any rank
+_EXACT: Final = 3
 _EARLIER: Final = re.compile(r"\b(?:previous|earlier|last) attempt|attempt \d+ (?:ended|was killed)")
 _FINAL: Final = re.compile(r"NVRM: |Fatal Python error")  # nobody survives it, whoever prints after it
 _TEARDOWN: Final = re.compile(r"closing signal SIG|failed \(exitcode: |ChildFailedError|Killing subprocess")
@@ -57,28 +59,6 @@ _RETURNED: Final = re.compile(
     r"exits with return code = (?P<signal>-\d+)|(?:exited with|exit) code (?P<shell>13[2-9])\b|"
     r"(?:terminated with signal |died with <Signals\.)(?P<name>SIG[A-Z]+)|OOMKilled=(?P<oom>true)"
 )
-_STAMP: Final = (
-    re.compile(r"\b[EWIF](?P<month>[01]?\d)(?P<day>[0-3]\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
-    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[ T_](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
-    re.compile(r"^\[\w{3} (?P<name>\w{3}) +(?P<day>\d+) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
-)
-_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-
-_SIGNS: Final = {
-    "p2p": re.compile(r"via P2P|P2P/|p2p\.cc|P2P Chunksize"),
-    "acs": re.compile(r"ReqRedir\+"),
-    "nvlink_topology": re.compile(r"\bNV\d+\b"),
-    "host_memory": re.compile(r"(?i)cpu rss|\brss\b|CPU Virtual Memory|\bRAM\b|host memory|OOMKilled=true|oom_kill [1-9]"),
-    "kernel_oom": re.compile(r"(?i)out of memory: kill|invoked oom-killer|OOMKilled=true|oom_kill [1-9]"),
-    "preparing": re.compile(r"(?i)\b(?:tokenizing|pre-?processing|grouping texts|packing|building (?:index|dataset|cache))\b|\b(?:map|filter|generating \w+ split)\b.*(?:\d%|examples/s)"),
-    "stall": re.compile(r"(?i)no (?:output|progress|step\w*|log\w*|line\w*)\b.*\b(?:for|since|in)\b|\bstall|\bhangs?\b|waits? (?:for|on) (?:stdin|a prompt)"),
-    "busy_cards": re.compile(r"(?i)(?:util|use|usage)\w*\W{0,3}(?:100(?:\s?%)?[/, ]*)+"),
-    "clock": re.compile(r"(?i)(?:system clock|chronyd?|timesyncd|ntpd?)\b.*(?:wrong|step|jump|adjust|chang|forward|backward|offset)|time jump"),
-    "no_xid": re.compile(r"(?i)no (?:new )?xid|dmesg\b.*(?:clean|empty|nothing)"),
-    "bad_card": re.compile(r"Xid \(PCI:[^)]*\): (?:92|63|48|64|94|95),|(?i:(?:volatile|aggregate|uncorrect\w+)[^:]*ecc[^:]*:\s*[1-9])|(?i:ecc errors?\W+[1-9]\d*)|(?i:remapped rows.*[1-9])"),
-    "shm_leftovers": re.compile(r"\bdev/shm\b.*(?:nccl-|torch_|sem\.|files?\b|segments?\b).*|(?:leaked|left ?over|stale|orphan)\w* .*(?:shm|shared memory|segment)"),
-    "nan": re.compile(r"(?i)\bloss\w*\W{0,4}nan\b|\bnan\b.*(?:loss|grad|step|batch)|grad_?norm\W{0,4}(?:nan|inf)\b"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +219,7 @@ class _Reader:
             self._seen.memory_gb.append(float(match[1]))
 
     def _look_for_signs(self, line: LogLine) -> None:
-        for sign, pattern in _SIGNS.items():
+        for sign, pattern in SIGNS.items():
             if sign not in self._seen.signs and pattern.search(line.text):
                 self._seen.signs[sign] = line
 
@@ -308,9 +288,10 @@ class _Reader:
         if kind is Kind.WAIT:
             self._waited(line)
             return
-        if told and kind not in {Kind.HOST, Kind.ECHO}:
-            return
-        if kind is Kind.CAUSE and _QUIET.search(text) and " NCCL WARN " not in text:
+        if told and kind is Kind.CAUSE and weight < _EXACT:
+            return  # a summary in somebody's words
+        is_quiet = bool(_QUIET.search(text)) and " NCCL WARN " not in text
+        if kind is Kind.CAUSE and (is_quiet or (told and not text.startswith(_CHECK))):
             kind = Kind.HINT
         self._add(line, kind, label=label, weight=weight, ended=_NAMED_ERROR.match(text) is not None)
 
@@ -388,19 +369,3 @@ def recognise(text: str) -> tuple[Kind, str, int] | None:
     if any(pattern.search(text) for _, pattern in WAITS):
         return Kind.WAIT, "", 0
     return (row.kind, row.label, row.weight) if row else None
-
-
-def stamp(text: str) -> float | None:
-    """Seconds since the beginning of the year, if the line says when it was written."""
-    for pattern in _STAMP:
-        if match := pattern.search(text):
-            told = match.groupdict()
-            name = told.get("name")
-            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(told.get("month") or 0)
-            return ((month * 31 + int(told["day"])) * 24 + int(told["h"])) * 3600 + int(told["m"]) * 60 + int(told["s"])
-    return None
-
-
-def last_step(seen: Evidence) -> int | None:
-    matches = (_STEP.search(line.text) for line in reversed(seen.progress))
-    return next((int(match[1]) for match in matches if match), None)

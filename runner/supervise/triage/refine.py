@@ -133,7 +133,7 @@ def _nan(chosen: Chosen, seen: Evidence) -> Chosen:
 def _memory_error(chosen: Chosen, seen: Evidence) -> Chosen:
     """A contained error (94) ends one program; only the second is the machine's end."""
     numbers = _xids(seen)
-    if "64" in numbers:
+    if any(s.label == "gpu_hbm_failing" for s in seen.suspects):
         return replace(chosen, label="gpu_hbm_failing")
     return replace(chosen, decision=Decision.RESUME) if "94" in numbers and not numbers & _UNCONTAINED else chosen
 

@@ -129,6 +129,8 @@ def _in_collective(waits: Sequence[Waited], seen: Evidence) -> Chosen:
 
 def _never_worked(first: Waited, seen: Evidence) -> str:
     """The first transfers between cards hung, with nothing else to blame."""
+    if "nvlink" in seen.signs:
+        return ""  # there a hang is a fault of the machine, which going through the host would hide
     early = first.seq.isdecimal() and int(first.seq) <= _FIRST_COLLECTIVES and not seen.progress
     if early and "acs" in seen.signs:
         return "p2p_hang_acs"
