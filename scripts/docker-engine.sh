@@ -3,7 +3,8 @@
 #
 #   scripts/docker-engine.sh up              install what is missing, start an engine of our own, make the images
 #   eval "$(scripts/docker-engine.sh env)"   point `docker` at it
-#   scripts/docker-engine.sh down            end its containers and the engine; the images stay for the next time
+#   scripts/docker-engine.sh down            end its containers and the engine, unless a run of CI uses it (it holds a lock on
+#                                            /run/runner-docker/users); the images stay for the next time
 #
 # The images stand in for public ones and have their names: debian:bookworm-slim, and python:3.11- and 3.10-slim-bookworm
 # with the CPythons of this machine. runner-wheelhouse has the wheels that the builds install, so that they need no network.
@@ -29,7 +30,7 @@ die() {
 
 up() {
   [ "$(id -u)" = 0 ] || die "needs root, to install and start an engine"
-  mkdir -p "$state" "$run"
+  mkdir -p "$state" "$run" && touch "$run/users"
   exec 9>"$state/lock" && flock 9 # two that start at once
   install_packages
   start_engine
@@ -157,6 +158,11 @@ down() {
   local pid _
   pid=$(cat "$run/dockerd.pid" 2>/dev/null || true)
   is_ours "$pid" $engine || return 0
+  exec 8<"$run/users"
+  if ! flock --nonblock 8; then
+    say "another run uses the engine: it stays up"
+    return
+  fi
   "$client" ps --all --quiet | xargs --no-run-if-empty "$client" rm --force >/dev/null
   kill "$pid"
   for _ in $(seq 100); do
