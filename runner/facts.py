@@ -256,6 +256,7 @@ class Observed:
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
     damaged: tuple[str, ...] = ()  # set aside on this disk
     unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore
+    other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
     refusal: str = ""  # preflight's verdict against this machine

@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,6 +94,14 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """The first look. A store that cannot be written is found out now, not with the first checkpoint."""
+    store = _store(arguments)
+    written = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "run_dir": arguments["run_dir"]}
+    transfer.publish(store, arguments["job"], {"looked.json": json.dumps(written).encode()})
+    return {**look(arguments, progress), "job": _read_json(store, f"{arguments['job']}/job.json")}
+
+
+def look(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "listing")
     found = transfer.survey(_store(arguments), arguments["job"])
     return {
@@ -117,7 +127,7 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     took = time.monotonic() - started
     _publish_files(store, arguments)
     size = directory.manifest(ref).size_bytes
-    return {**survey(arguments, progress), "summary": f"{size / 1e6:.1f} MB in {took:.1f}s, confirmed by the store"}
+    return {**look(arguments, progress), "summary": f"{size / 1e6:.1f} MB in {took:.1f}s, confirmed by the store"}
 
 
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -141,7 +151,7 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "tidying")
     store = _store(arguments)
     removed = transfer.tidy(store, arguments["job"], keep_last=arguments["offload"]["keep_last"])
-    return {**survey(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
+    return {**look(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -170,6 +180,14 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
 
 def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**asdict(checkpoint), "written_at": checkpoint.written_at.isoformat()}
+
+
+def _read_json(store: Store, key: str) -> dict[str, Any]:
+    raw = store.get(key, limit_bytes=1 << 20)
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(raw or b"{}")
+        return fields if isinstance(fields, dict) else {}
+    return {}
 
 
 def _store(arguments: Arguments) -> Store:

@@ -16,6 +16,7 @@ from runner.job import Job
 from runner.policy.lifecycle import (
     EXIT_CODES,
     LEFT,
+    WRONG_JOB,
     Accept,
     Action,
     Begin,
@@ -33,7 +34,7 @@ from runner.policy.lifecycle import (
 )
 
 _MINIMUM_MINUTES = 15
-OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {LEFT: "left"}
+OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {LEFT: "left", WRONG_JOB: "refused"}
 
 
 def size(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ looked at; what cannot be seen again is in the journal, which the loop writes.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -107,6 +108,7 @@ class Setting:
     withhold: frozenset[str]  # names of the supervisor's own secrets
     secrets: Mapping[str, str]
     refusal: str = ""
+    identity: Mapping[str, Any] | None = None  # what makes this job this job; None: any change is accepted
 
 
 class RealWorld:
@@ -157,6 +159,7 @@ class RealWorld:
             damaged=self._damaged(),
             offsite=self._store.checkpoints,
             unusable=frozenset(self._store.unusable),
+            other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,
             refusal=self._setting.refusal,
@@ -180,6 +183,13 @@ class RealWorld:
         if not self._pages_are_tidy:
             pages.remove_stale(self._folder.root)
             self._pages_are_tidy = True
+
+    def _difference(self) -> str:
+        mine, theirs = self._setting.identity, self._store.job
+        if not mine or not theirs:
+            return ""
+        changed = [name for name in mine if theirs.get(name) != mine[name]]
+        return "; ".join(f"{n}: there {json.dumps(theirs.get(n))}, here {json.dumps(mine[n])}" for n in changed)
 
     def _free_bytes(self) -> int | None:
         with suppress(OSError):
@@ -406,6 +416,7 @@ class _StoreView:
         self.checkpoints: tuple[Checkpoint, ...] | None = None
         self.conclusion: Conclusion | None = None
         self.unusable: set[str] = set()
+        self.job: Mapping[str, Any] = {}
         self.last_upload_s = 0.0
         self._known: dict[TaskKind, TaskState] = {}
 
@@ -425,6 +436,8 @@ class _StoreView:
             self.last_upload_s = (state.at - started).total_seconds()
         if "checkpoints" in state.result:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
+        if kind is TaskKind.SURVEY:
+            self.job = (state.result.get("job") or {}).get("identity") or {}
         if state.result.get("outcome"):
             self.conclusion = parse_conclusion(state.result["outcome"])
 

@@ -65,6 +65,7 @@ class Elsewhere:
     setup_fails: bool = False
     disk_full: bool = False
     only_here: tuple[str, ...] = ()
+    other_job: str = ""
 
     def is_down(self) -> bool:
         return self.store_down is not None and self.store_down[0] <= self.now < self.store_down[1]
@@ -114,6 +115,7 @@ class SimWorld:
             leftovers=() if live else self.dir.leftovers(),
             offsite=self.offsite,
             unusable=frozenset(self.unusable),
+            other_job=self.elsewhere.other_job,
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
             setup_digest="digest" if self.job.setup else "",

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vramfarm import protocol
 from vramfarm.protocol import Manifest
+
+_MAX_MANIFEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,30 @@ def broken(directory: Path) -> list[str]:
 def read(path: Path) -> Stored | str:
     """Return the checkpoint in a folder, or why it is none. Sizes are compared, checksums are not."""
     try:
-        manifest = protocol.parse_manifest((path / protocol.MANIFEST).read_bytes())
+        manifest = protocol.parse_manifest(_read_file(path / protocol.MANIFEST))
         if manifest.ref.name != path.name:
             return f"{path.name}: its manifest is that of {manifest.ref.name}"
         for shard in manifest.shards:
-            size = (path / shard.path).stat().st_size
+            size = _size_of_file(path / shard.path)
             if size != shard.size_bytes:
                 return f"{path.name}: {shard.path}: expected {shard.size_bytes} bytes, got {size}"
     except (OSError, protocol.ProtocolError) as error:
         return f"{path.name}: {error}"
     return Stored(path, manifest)
+
+
+def _read_file(path: Path) -> bytes:
+    """A plain file of sane size only: a pipe would never end, a link may lead anywhere."""
+    if _size_of_file(path) > _MAX_MANIFEST_BYTES:
+        raise protocol.ProtocolError(f"{path.name}: expected at most {_MAX_MANIFEST_BYTES} bytes")
+    return path.read_bytes()
+
+
+def _size_of_file(path: Path) -> int:
+    entry = path.lstat()
+    if not stat.S_ISREG(entry.st_mode):
+        raise protocol.ProtocolError(f"{path.name}: expected a plain file")
+    return entry.st_size
 
 
 def _named(directory: Path) -> Iterator[Path]:

@@ -48,6 +48,7 @@ class LoadedJob:
     """A job that is ready to run: every placeholder of a folder or name is filled in."""
 
     job: Job
+    written: Job  # the same before any placeholder was filled in: equal on every machine
     text: str  # as written
     path: str  # where it came from, for messages
     folder: Path  # relative names in it start here
@@ -66,7 +67,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     _refuse(name, list(_unfillable(job, root)))
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
-    return LoadedJob(job=filled, text=text, path=name, folder=folder, workspace=workspace)
+    return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace)
 
 
 def parse_job(name: str, text: str) -> Job:

@@ -87,9 +87,9 @@ def _run(
     job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
-        _check_same_job(job, folder, accept_change=args.accept_change)
+        _check_same_job(loaded, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder)
-        setting = _find_out(loaded, env, server)
+        setting = _find_out(loaded, env, server, accept_change=args.accept_change)
         _tell_deadline(job, folder, journal.history, server, lifeline)
         world = RealWorld(setting, folder, Disk())
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
@@ -155,32 +155,31 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _check_same_job(job: Job, folder: RunFolder, *, accept_change: bool) -> None:
+def _check_same_job(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool) -> None:
     """One name, one run: another job under an old name would resume from the wrong weights."""
-    new = identity(job)
-    if folder.job.exists() and not accept_change:
-        old = _read_identity(folder.job)
-        changed = sorted(name for name in new if old and old.get(name) != new[name])
-        if changed:
-            raise JobError(
-                f"{folder.job}: this run was started with another {', '.join(changed)}: "
-                + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
-                hint="give the job another name, or pass --accept-change to go on with the change",
-            )
-    write_durable(Disk(), folder.job, json.dumps(job.model_dump(mode="json", by_alias=True), indent=1).encode())
+    new = identity(loaded.written)
+    old = _read_identity(folder.job)
+    changed = [name for name in new if old and old.get(name) != new[name]]
+    if changed and not accept_change:
+        raise JobError(
+            f"{folder.job}: this run was started with another {', '.join(changed)}: "
+            + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
+            hint="give the job another name, or pass --accept-change to go on with the change",
+        )
+    record = loaded.job.model_dump(mode="json", by_alias=True) | {"identity": new}
+    write_durable(Disk(), folder.job, json.dumps(record, indent=1).encode())
 
 
 def identity(job: Job) -> dict[str, Any]:
-    """What makes a job this job; limits, cadence and the like may change between starts."""
+    """What makes a job this job, as written; limits, cadence and the like may change between starts."""
     return job.model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
 
 
 def _read_identity(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_bytes())
-        return {name: fields.get(name) for name in _IDENTITY}
-    except (ValueError, AttributeError):
-        return {}  # lost by a crash in its first write: it is written anew
+        return dict(json.loads(path.read_bytes())["identity"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return {}  # the first start, or lost by a crash in it: it is written anew
 
 
 def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> None:
@@ -194,14 +193,15 @@ def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> No
 # ----------------------------------------------------------------------------- the setting
 
 
-def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None) -> Setting:
+def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *, accept_change: bool) -> Setting:
     job = loaded.job
     python = machine.find_python(job.python)
     cards = machine.count_cards()
     num_procs, refusal = how_many(job, cards)
     return Setting(
         job=job,
-        job_digest=_digest(identity(job)),
+        identity=None if accept_change else identity(loaded.written),
+        job_digest=_digest(identity(loaded.written)),
         setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
         if job.source or job.setup
         else "",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -42,9 +44,23 @@ def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
     return " ".join([stamp, text, *(f"{k}={v}" for k, v in event.items())])
 
 
+class _Stderr:
+    """
+    Where lines go; it never raises and never waits. A terminal that is closed, or stopped by
+    Ctrl-S, must not end a run or hold it up; what it misses is in the logs.
+    """
+
+    def msg(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            if select.select([], [sys.stderr], [], 0)[1]:
+                os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
+
+    debug = info = warning = error = critical = msg
+
+
 def _logger() -> structlog.typing.FilteringBoundLogger:
     logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        _Stderr(),
         processors=[structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _plain],
         wrapper_class=structlog.make_filtering_bound_logger(0),
     )
@@ -106,8 +122,7 @@ class Teller:
                 self._follower.skip()
         for line in self._follower.read():
             if line.rank == 0:
-                with suppress(OSError):
-                    sys.stderr.write(f"  | {line.text}\n")
+                _Stderr().msg(f"  | {line.text}")
         del seen
 
     def _tell_progress(self, seen: Observed) -> None:

@@ -35,6 +35,7 @@ EXIT_CODES = {
     Outcome.STORE: 4,
 }
 LEFT = 75
+WRONG_JOB = 2
 SPARE_BYTES = 1 << 20
 
 
@@ -351,6 +352,9 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
         return None
     if seen.offsite is None:
         return _wait_for_store(job, seen)
+    if seen.other_job and not history.attempts:
+        hint = "give the job another name, or pass --accept-change to go on with the change"
+        return _refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
     elsewhere = seen.concluded_elsewhere
     over = elsewhere and elsewhere.outcome in _OVER_EVERYWHERE
     if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
@@ -435,6 +439,11 @@ def _launch(job: Job, history: History, seen: Observed, plan: From, floor: int |
     return Launch(len(history.attempts) + 1, plan.ref, plan.lineage)
 
 
+def _refuse_job(reason: str, job: Job, seen: Observed) -> End:
+    stop = job.finish.on_failure is AtEnd.STOP
+    return End(code=WRONG_JOB, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+
+
 def _refuse(outcome: Outcome, reason: str, job: Job, seen: Observed) -> End:
     """An early end. Not journaled: the next boot looks again, and goes on if it was cured."""
     stop = job.finish.on_failure is AtEnd.STOP
@@ -455,12 +464,21 @@ def _after_the_end(job: Job, history: History, seen: Observed) -> Action:
     conclusion = history.conclusion
     succeeded = conclusion.outcome is Outcome.SUCCEEDED
     wish = job.finish.on_success if succeeded else job.finish.on_failure
+    only_here = bool(seen.local) and not is_safe(job, seen)
+    missing = succeeded and job.offload.to is not None and only_here
     return End(
-        code=EXIT_CODES[conclusion.outcome],
+        code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
         stop=wish is AtEnd.STOP,
-        keep=bool(seen.only_here) or (bool(seen.local) and not is_safe(job, seen)),
-        reason=conclusion.reason,
+        keep=bool(seen.only_here) or only_here,
+        reason=f"{conclusion.reason}, but the store does not have it: {_why_not(seen)}"
+        if missing
+        else conclusion.reason,
     )
+
+
+def _why_not(seen: Observed) -> str:
+    states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY))
+    return next((s.error for s in states if isinstance(s, Failed)), "there was no time")
 
 
 def is_safe(job: Job, seen: Observed) -> bool:
@@ -474,7 +492,7 @@ def is_safe(job: Job, seen: Observed) -> bool:
 def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
     """The next thing to do before the end, or None when all is done, or cannot be."""
     if job.offload.to is None:
-        return None
+        return _tidy(job, history, seen)
     deadline_near = seen.deadline_at is not None and seen.now >= seen.deadline_at - timedelta(seconds=20)
     if deadline_near:
         return None

@@ -262,7 +262,7 @@ def test_a_store_that_never_comes_back_keeps_the_folder(tmp_path):
 
     end, _ = boot(JOB, tmp_path / "job", elsewhere)
 
-    assert (0, True, True) == (end.code, end.stop, end.keep)
+    assert (4, True, True) == (end.code, end.stop, end.keep)
     assert elsewhere.now < at(60)
 
 
@@ -482,3 +482,28 @@ def test_a_disk_that_holds_only_two_keeps_one_and_goes_on_saving(tmp_path):
     assert 100 == tight.ref.step
     assert isinstance(roomy, Wait)
     assert isinstance(last, Wait)
+
+
+def test_another_job_of_the_same_name_is_refused(tmp_path):
+    """
+    What the store has under this name belongs to a job with another command: nothing is trained or resumed.
+    """
+    elsewhere = Elsewhere(other_job='command: there "a.py", here "b.py"')
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (2, True) == (end.code, end.stop)
+    assert "--accept-change" in end.reason
+    assert [] == elsewhere.launches
+
+
+def test_done_but_not_in_the_store_is_not_zero(tmp_path):
+    """
+    Code 0 promises that the weights are where offload.to says; without that it is 4, and the folder is kept.
+    """
+    elsewhere = Elsewhere(store_down=(at(3), at(100_000)))
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, True, True) == (end.code, end.stop, end.keep)
+    assert "connection refused" in end.reason

@@ -1,5 +1,6 @@
 """The library in one process: what is saved comes back, and what does not fit is said."""
 
+import os
 import subprocess
 import sys
 import time
@@ -428,3 +429,23 @@ def test_a_script_that_just_ends_loses_nothing(tmp_path, way, code, saved):
     assert (code, saved) == (done.returncode, [s.manifest.step for s in folder.committed(tmp_path / "ckpt")]), (
         done.stderr
     )
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "huge"])
+def test_a_hostile_folder_neither_hangs_nor_is_believed(tmp_path, kind):
+    """
+    A manifest that is a pipe, a link to an endless device, or too large is no manifest.
+    """
+    hostile = tmp_path / "step-00000005-0123abcd"
+    hostile.mkdir()
+    manifest = hostile / protocol.MANIFEST
+    if kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "endless":
+        manifest.symlink_to("/dev/zero")
+    else:
+        manifest.touch()
+        os.truncate(manifest, 1 << 30)
+
+    assert isinstance(folder.read(hostile), str)
+    assert [] == folder.committed(tmp_path)

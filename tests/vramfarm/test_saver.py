@@ -351,6 +351,10 @@ def wreak(attempt, dice):
     """Let it run for a moment, kill something, perhaps let it live on, kill the ranks."""
     if dice.random() < 0.8:
         attempt.saver()
+    if dice.random() < 0.5:  # however slow the machine is, half of the rounds get as far as a commit
+        until = time.monotonic() + 20
+        while not attempt.page[Word.NUM_COMMITTED] and time.monotonic() < until:
+            time.sleep(0.005)
     time.sleep(0.02 + dice.random() * 0.4)
     saver = attempt.page[Word.SAVER_PID]  # 0 where it is not up yet
     if dice.random() < 0.4 and saver:

@@ -60,7 +60,14 @@ def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | 
         _check_program(target, cwd, path)
         return
     file = cwd / target
-    if not file.is_file():
+    try:
+        there = file.is_file()
+    except OSError as error:
+        raise JobError(
+            f"command: {file} cannot be looked at: {error.strerror}",
+            hint=f"let this user read the folder {cwd}: chmod o+rx",
+        ) from None
+    if not there:
         hint = (
             "give the script and its arguments only; what starts it is chosen by `launcher`"
             if _is_program(target)
