@@ -28,6 +28,7 @@ class Rank:
     arena: Arena = Arena.NONE
     arena_step: int = 0
     void_step: int = 0
+    warming: bool = False
 
     def is_ready(self, step: int) -> bool:
         return self.arena is Arena.READY and self.arena_step == step
@@ -48,11 +49,12 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What asks for a save now. `due`: the clock."""
+    """What asks for a save now. `due`: the clock. `cold`: some rank prepares its staging memory, so only leaving counts."""
 
     leave: bool = False
     asked: bool = False
     due: bool = False
+    cold: bool = False
 
 
 def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
@@ -65,6 +67,8 @@ def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
         return None
     if wishes.leave:
         return Reason.LEAVE
+    if wishes.cold:
+        return None
     if wishes.asked:
         return Reason.ASKED
     return Reason.INTERVAL if wishes.due else None
