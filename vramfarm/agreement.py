@@ -67,11 +67,9 @@ def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
         return None
     if wishes.leave:
         return Reason.LEAVE
-    if wishes.cold:
-        return None
-    if wishes.asked:
+    if wishes.asked and not wishes.cold:
         return Reason.ASKED
-    return Reason.INTERVAL if wishes.due else None
+    return Reason.INTERVAL if wishes.due and not wishes.cold else None
 
 
 def propose_step(ranks: Sequence[Rank]) -> int:

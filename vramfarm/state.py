@@ -205,19 +205,10 @@ def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     return found
 
 
-def collect_optimizer(
-    snapshot: Snapshot, prefix: str, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-) -> Any:  # noqa: ANN401  # JSON
-    names = optimizer_names(optimizer, models)
-    raw = optimizer.state_dict()
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in raw["param_groups"]]
-    state = {names[i] if isinstance(i, int) else i: inner for i, inner in raw["state"].items()}
-    return {
-        "groups": snapshot.encode(groups, f"{prefix}.groups"),
-        "state": [
-            [name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in state.items()
-        ],
-    }
+def collect_states(snapshot: Snapshot, prefix: str, names: Sequence[str], states: Mapping[Any, Any]) -> Any:  # noqa: ANN401  # JSON
+    """Return JSON of what an optimizer keeps of each parameter, under the parameters' names."""
+    named = {names[i] if isinstance(i, int) else i: inner for i, inner in states.items()}
+    return [[name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in named.items()]
 
 
 def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> None:  # noqa: ANN401  # JSON

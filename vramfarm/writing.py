@@ -73,7 +73,7 @@ class _Target:
         end = min(start + protocol.CHUNK_BYTES, self._size)
         checksum = zlib.crc32(self._memory[start:end])
         if self._is_direct:
-            self._put(start, -(-end // _BLOCK) * _BLOCK)
+            self._put(start, min(-(-end // _BLOCK) * _BLOCK, len(self._memory)))
         else:
             self._put(start, end)
             _libc.sync_file_range(
@@ -83,10 +83,11 @@ class _Target:
 
     def _put(self, at: int, end: int) -> None:
         while at < end:
+            was_direct = self._is_direct
             try:
                 at += os.pwrite(self._fd, self._memory[at:end], at)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+            except OSError as error:  # once a file
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
                 self._be_buffered()
 

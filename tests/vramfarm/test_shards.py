@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from vramfarm import folder, image, protocol, saver, staging
+from vramfarm import folder, image, protocol, staging, writing
+from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.image import Box, ImageError
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.staging import Piece, piece_of
@@ -38,8 +39,10 @@ def write(directory, tensors, world_size, *, rows=("w",)):
         pieces = staging.choose([_piece(k, t, rank, world_size, sharded=k in rows) for k, t in tensors.items()])
         shard = staging.lay_out(pieces)
         memory = memoryview(bytearray(shard.size_bytes))
-        staging.fill(memory, shard, pieces)
-        shards.append(saver.write_shard(temporary / protocol.shard_name(rank, world_size), memory))
+        layout = Layout(shard, None, (), {}, frozenset())
+        Copier([], hide=True).fill(memory, Taken(layout, {p.box.key: p.local for p in pieces}, b"", is_new=True))
+        path = temporary / protocol.shard_name(rank, world_size)
+        shards.append(writing.write_shard(path, memory, shard.size_bytes))
     manifest = protocol.Manifest("job", 0, 5, "0123abcd", 1, world_size, "", "crc32", tuple(shards))
     return folder.read(folder.commit(temporary, manifest))
 
