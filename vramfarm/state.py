@@ -158,6 +158,7 @@ def apply_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[
     _check_fit(reader, prefix, targets, saved)
     for key, tensor in targets.items():
         fill_from(reader, key, tensor)
+    reader.flush()
     for raw in [name for name in module.state_dict() if name.endswith(_EXTRA)]:
         name = clean_name(module, raw)
         if name in extra:
@@ -223,6 +224,7 @@ def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Se
         index.get(name, name): decode(inner, partial(_state_tensor, reader, like.get(name)))
         for name, inner in saved["state"]
     }
+    reader.flush()  # before anybody casts them
     numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": state, "param_groups": numbered})
     for i, inner in state.items():
@@ -274,7 +276,9 @@ def apply_object(reader: Reader, thing: Any, saved: Any) -> None:  # noqa: ANN40
         fill_from(reader, key, made)
         return made
 
-    thing.load_state_dict(decode(saved, tensor))
+    decoded = decode(saved, tensor)
+    reader.flush()
+    thing.load_state_dict(decoded)
 
 
 def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict
