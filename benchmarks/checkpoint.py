@@ -25,7 +25,7 @@ from limits import Limits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-QUIET = 8
+QUIET = 6
 LONGEST = 4000  # steps of one round
 
 
@@ -100,8 +100,8 @@ def save(training, engine, number):
     steps = training.seconds[first:]
     steps[0] += 0 if ours else call
     begin = getattr(engine, "staged_at", started)
-    writing = steps[2:-1] if not ours else [s for s in steps[3:-1]]
-    training.quiet()
+    writing = steps[3:-1]
+    training.step(engine)
     worst = max(steps) - quiet
     row = {
         "call_s": call,
@@ -111,8 +111,12 @@ def save(training, engine, number):
         "durable_s": engine.done_at - begin,
         "step_s": quiet,
         "steps": len(steps),
+        "errors": engine.error is not None,
     }
-    return slowest(row, training.device)
+    row = slowest(row, training.device)
+    if row.pop("errors"):
+        raise RuntimeError(f"a rank failed: {engine.error!r}")
+    return row
 
 
 def slowest(row, device):
@@ -202,14 +206,20 @@ def main():
     total = slowest({"bytes": limits.size_bytes}, device)["bytes"] * dist.get_world_size()
     say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
     held = used_bytes()
-    results = {"rows": {}, "limits": {"copy_s": [], "write_s": [], "read_s": []}, "warm": {}, "memory": {}, "restart": {}}
+    results = {
+        "rows": {},
+        "limits": {"copy_s": [], "write_s": [], "read_s": []},
+        "warm": {},
+        "memory": {},
+        "restart": {},
+    }
     engines = []
     for name in arguments.engines or [None]:
         engines += build([name] if name else [], training.model, training.optimizer, folder, say)
     for number in range(arguments.rounds):
         for kind in ("copy", "write", "read"):
             results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
-        say(f"limits {({k: round(v[-1], 3) for k, v in results['limits'].items()})}")
+        say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items()}) }")
         for engine in list(engines):
             late = time.perf_counter() - begun > arguments.limit_s and not isinstance(engine, Ours)
             if number >= engine.rounds or agree(late, device):
@@ -219,7 +229,7 @@ def main():
                     before = used_bytes()
                     if isinstance(engine, Ours):
                         results["warm"] = warm_up(training, engine)
-                        say(f"warm-up {({k: round(v, 4) for k, v in results['warm'].items()})}")
+                        say(f"warm-up { ({k: round(v, 4) for k, v in results['warm'].items()}) }")
                 row = save(training, engine, number)
                 if number == 0:
                     results["memory"][engine.name] = used_bytes() - before
@@ -229,7 +239,7 @@ def main():
                 engines.remove(engine)
                 continue
             results["rows"].setdefault(engine.name, []).append(row)
-            say(f"{engine.name} {({k: round(v, 4) for k, v in row.items()})}")
+            say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
         write(arguments, results, total, training, say)
     limits.close()
     for engine in engines:
@@ -299,7 +309,9 @@ def table(about, results):
         )
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, times in results["restart"].items():
-        lines.append(f"restart with {name}: {spread(times)} s, {statistics.median(times) / limit['read_s']:.2f} × the direct read")
+        lines.append(
+            f"restart with {name}: {spread(times)} s, {statistics.median(times) / limit['read_s']:.2f} × the direct read"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -28,8 +28,7 @@ class Engine:
     def __init__(self, model, optimizer, folder):
         self.model, self.optimizer = model, optimizer
         self.folder = Path(folder) / self.name.replace(" ", "-")
-        self.done_at = None
-        self.last = None
+        self.done_at = self.error = self.last = None
 
     def guard(self):
         """Called before optimizer.step(), where an engine wants that."""
@@ -55,8 +54,11 @@ class Engine:
         """Note the moment, without a look from the training loop."""
 
         def wait():
-            for future in futures:
-                future.result()
+            try:
+                for future in futures:
+                    future.result()
+            except Exception as error:  # noqa: BLE001  # a peer that fails is a result
+                self.error = error
             self.done_at = time.perf_counter()
 
         threading.Thread(target=wait, daemon=True).start()
@@ -114,9 +116,7 @@ class DcpSave(Engine):
         state = {"model": None, "optimizer": None}
         state["model"], state["optimizer"] = get_state_dict(model, optimizer)
         dcp.load(state, checkpoint_id=str(self.last))
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 class DcpAsync(DcpSave):
@@ -240,7 +240,7 @@ class Nvrx(Engine):
 
 class TorchSnapshot(Engine):
     name = "torchsnapshot"
-    rounds = 2
+    rounds = 1
 
     def begin(self, number):
         from torchsnapshot import Snapshot, StateDict

@@ -22,7 +22,7 @@ class Limits:
         self._padded = -(-self.size_bytes // 4096) * 4096
         self._memory = mmap.mmap(-1, self._padded)
         self._view = memoryview(self._memory)
-        self._depths = [1, 2, 4, 8]
+        self._depths = [1, 4]
         self._write_s = {}
         self._read_s = {}
         self._host = None

@@ -95,6 +95,7 @@ class Checkpointer:
         self._layout: Layout | None = None
         self._warm_up: WarmUp | None = None
         self._is_warm = True
+        self._has_trained = False
         self._copier = Copier([one for _, one in self._optimizers], hide=hide_copies)
         try:
             self.restored = self._resume(env, wanted.resume)
@@ -238,22 +239,36 @@ class Checkpointer:
         if reason is not None:
             self._save(reason)
         if not self._is_warm:
-            self._prepare()
+            self._has_trained = True
+            self._prepare("after")
         self._tell()
 
-    def _prepare(self) -> None:
-        """After the first step it is known what a save takes: make its memory ready while training goes on."""
+    def _prepare(self, place: str) -> None:
+        """
+        After the first step it is known what a save takes: make its memory ready while training goes on.
+
+        Called after a step and when an optimizer begins one; whatever takes long is done there, behind the backward pass.
+        """
+        if (
+            self._is_warm
+            or not self._has_trained
+            or (place == "after" and self._copier.is_driven and not self._warm_up)
+        ):
+            return
         if self._warm_up is None:
             taken = self._take()
             tensors = [*taken.layout.still.values(), *taken.moving.values()]
             device = next((one.device for one in tensors if one.device.type == "cuda"), None)
             size = taken.layout.image.size_bytes + len(taken.state)
-            self._warm_up = WarmUp(self._seat, size, device)
-            self._copier.idle = self._warm_up.at_optimizer
-        self._warm_up.turn("after")
+            self._warm_up = WarmUp(self._seat, size, device, self._rehearse)
+        self._warm_up.turn(place)
         if self._warm_up.is_over:
             self._is_warm = True
             self._copier.idle = None
+
+    def _rehearse(self, arena: memoryview) -> None:
+        assert self._layout is not None
+        self._copier.rehearse(arena, self._layout)
 
     def _save(self, reason: Reason) -> None:
         if self._stage(self._step) and reason is Reason.LEAVE and self._seat.leave(self._step):
@@ -484,6 +499,7 @@ class Checkpointer:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)
         self._is_warm = False
+        self._copier.idle = self._prepare
         self._seat.warm(done=False)
         self._seat.start(self._step, samples=self._position.samples)
         run.watch_for_a_crash()

@@ -68,7 +68,8 @@ class Copier:
         self._has_stepped = self._steps_now = False
         self._plan: _Plan | None = None
         self._copy: _Copy | None = None
-        self.idle: Callable[[], None] | None = None
+        self._latest: _Copy | None = None
+        self.idle: Callable[[str], None] | None = None
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before)
@@ -83,11 +84,29 @@ class Copier:
         """Begin to write the image of a shard. Return what waits for the rest, None if nothing is left."""
         layout = taken.layout
         arena[: len(layout.image.header)] = layout.image.header
+        plan = self._planned(arena, layout)
+        if self._latest is not None and not self._latest.is_true:
+            self._hide = False
+        with torch.no_grad():
+            self._copy = self._latest = plan.start(
+                taken.moving, hide=self._hide and self._has_stepped and not taken.is_new
+            )
+        return self._copy.wait if self._copy else None
+
+    def rehearse(self, arena: memoryview, layout: Layout) -> None:
+        """Make the first save as quick as the others: plan it, and copy a little, which wakes the device's copy engine."""
+        with torch.no_grad():
+            self._planned(arena, layout).rehearse()
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether optimizers call us."""
+        return self._has_stepped
+
+    def _planned(self, arena: memoryview, layout: Layout) -> _Plan:
         if self._plan is None or not self._plan.fits(arena, layout):
             self._plan = _Plan(arena, layout)
-        with torch.no_grad():
-            self._copy = self._plan.start(taken.moving, hide=self._hide and self._has_stepped and not taken.is_new)
-        return self._copy.wait if self._copy else None
+        return self._plan
 
     def _before(self, *_: object) -> None:
         """An optimizer is about to change what may still be read."""
@@ -95,7 +114,7 @@ class Copier:
         if self._copy is not None and not self._copy.hold_back():
             self._copy = None
         if self.idle is not None:
-            self.idle()
+            self.idle("before")
 
 
 class _Copy:
@@ -106,7 +125,7 @@ class _Copy:
         self._kept = kept
         self._lock = threading.Lock()
         self._versions: list[int] | None = [one._version for one in kept]  # noqa: SLF001  # every change in place counts it up
-        self._is_true = True
+        self.is_true = True
 
     def hold_back(self) -> bool:
         """Let the device's next work wait for the copies; no process waits. False: they are done."""
@@ -126,9 +145,9 @@ class _Copy:
         """Once: when the next optimizer's step begins, or when all is copied before that."""
         with self._lock:
             if self._versions is not None:
-                self._is_true = self._versions == [one._version for one in self._kept]  # noqa: SLF001
+                self.is_true = self._versions == [one._version for one in self._kept]  # noqa: SLF001
                 self._versions = None
-            return self._is_true
+            return self.is_true
 
 
 @dataclass
@@ -142,14 +161,14 @@ class _Lane:
     rows: list[tuple[list[Tensor], Tensor, list[Tensor]]] = field(default_factory=list)
     scattered: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
 
-    def copy(self) -> None:
-        for parts, scratch, row in self.rows:
+    def copy(self, at_most: int | None = None) -> None:
+        for parts, scratch, row in self.rows[:at_most]:
             torch.cat(row, out=scratch)
             _copy(parts, _cut(scratch, parts))
-        for parts, tensor in self.scattered:
+        for parts, tensor in self.scattered[:at_most]:
             _copy(parts, _cut(_flat(tensor.contiguous()), parts))
         if self.to:
-            _copy(self.to, self.of)
+            _copy(self.to[:at_most], self.of[:at_most])
 
 
 _Lanes = dict[torch.device, _Lane]
@@ -186,6 +205,13 @@ class _Plan:
         for lanes in at_once:  # last: devices work beside us
             lanes.get(_CPU, _Lane()).copy()
         return _Copy(events, self._kept if hide else []) if events else None
+
+    def rehearse(self) -> None:
+        for device, lane in self._owned.items():
+            side = self._sides[device]
+            with torch.cuda.stream(side):
+                lane.copy(at_most=2)
+            torch.cuda.current_stream(device).wait_event(_mark(side))  # nothing comes after a save that was before it
 
     def _start_beside(self, device: torch.device, lane: _Lane) -> tuple[torch.device, torch.cuda.Event]:
         side = self._sides[device]

@@ -203,7 +203,10 @@ class Seat:
             if rest():
                 self._publish(step)
                 return
-            self._complain(f"step {step}: the state was changed outside of optimizer.step() while it was copied")
+            self._complain(
+                f"step {step}: the weights were changed outside of optimizer.step() while they were copied; "
+                "from now on training waits for the copy"
+            )
         except Exception as error:  # noqa: BLE001  # a device that failed; the trainer will meet it too
             self._complain(f"step {step}: the copy to the host failed: {error!r}")
         self.skip(step)

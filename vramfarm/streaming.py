@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -86,20 +87,27 @@ class _Source:
     def __init__(self, run: Run) -> None:
         self._shard = run.shard
         self._name = f"{run.path.parent.name}/{run.path.name}"
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        self._fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._fd = os.open(run.path, flags | os.O_DIRECT)
-            os.preadv(self._fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
+            direct = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
-            self._fd = os.open(run.path, flags)
+            return
+        os.close(self._fd)
+        self._fd = direct
 
     def read(self, chunk: int, raw: memoryview) -> None:
         """Read and verify one chunk."""
         at, size = 0, min(_CHUNK, self._shard.size_bytes - chunk * _CHUNK)
         while at < size:
-            count = os.preadv(self._fd, [raw[at:]], chunk * _CHUNK + at)
+            try:
+                count = os.preadv(self._fd, [raw[at:]], chunk * _CHUNK + at)
+            except OSError as error:  # once a file
+                if error.errno != errno.EINVAL:
+                    raise
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # the filesystem took the flag and refuses the read
+                continue
             if count == 0:
                 raise DamagedError(f"{self._name}: expected {self._shard.size_bytes} bytes, it ends before")
             at += count

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -22,24 +23,25 @@ from vramfarm.seat import Seat
 _SHARE: Final = 0.3  # of the time for which the device has work
 _FRUITLESS: Final = 12  # turns without a piece, then a thread does it
 _PAUSE: Final = 10  # of the thread, in times of a piece
+_LONG_S: Final = 0.02
 _LOOKS: Final = 2  # the shortest of the last looks counts
 
 
 class WarmUp:
     """From the first finished step to staging memory that is ready. A turn costs microseconds, or time that nobody misses."""
 
-    def __init__(self, seat: Seat, size: int, device: torch.device | None) -> None:
+    def __init__(
+        self, seat: Seat, size: int, device: torch.device | None, rehearse: Callable[[memoryview], None]
+    ) -> None:
         self._seat = seat
+        self._rehearse = rehearse
         self._memory = seat.prepare(size)
         self._pins = Pins(self._memory, device) if device is not None and self._memory is not None else None
         self._thread: threading.Thread | None = None
+        self._waited = 0
         self.is_over = False
         if self._memory is None:
             self._end()
-
-    def at_optimizer(self) -> None:
-        """A turn when an optimizer's step begins."""
-        self.turn("before")
 
     def turn(self, place: str) -> None:
         """Do what can be done now. `place` names where in the training's step we are."""
@@ -50,7 +52,7 @@ class WarmUp:
         if self._thread is None:
             self._begin_mapping()
         elif not self._thread.is_alive() and (self._pins is None or self._pins.turn(place)):
-            self._end()
+            self._finish(place)
 
     def settle(self) -> bool:
         """Before a save: whether the memory is as it should be. Nothing runs beside the save."""
@@ -66,6 +68,15 @@ class WarmUp:
             assert self._memory is not None
             self._thread = threading.Thread(target=memory.populate_slowly, args=(self._memory,), daemon=True)
             self._thread.start()
+
+    def _finish(self, place: str) -> None:
+        """A save in between may have the memory; then it needs no rehearsal."""
+        self._waited += 1
+        if self._pins is not None and not self._pins.has_time(place) and self._waited < _FRUITLESS:
+            return
+        if self._memory is not None and not self._seat.is_pending():
+            self._rehearse(self._memory)
+        self._end()
 
     def _end(self) -> None:
         self.is_over = True
@@ -109,6 +120,11 @@ class Pins:
             self._thread = threading.Thread(target=self._pin_slowly, daemon=True)
             self._thread.start()
         return self._is_done()
+
+    def has_time(self, place: str) -> bool:
+        """Whether a longer call would go unnoticed here and now."""
+        busy = self._places[place]
+        return busy.expected_s() * _SHARE > _LONG_S and busy.is_busy()
 
     def stop(self) -> None:
         if self._thread is not None:
