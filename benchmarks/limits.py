@@ -22,6 +22,7 @@ class Limits:
         self._padded = -(-self.size_bytes // 4096) * 4096
         self._memory = mmap.mmap(-1, self._padded)
         self._view = memoryview(self._memory)
+        self._direct = _direct(self._path.parent)
         self._depths = [1, 4]
         self._write_s = {}
         self._read_s = {}
@@ -37,7 +38,7 @@ class Limits:
         return self._timed(lambda: torch._foreach_copy_(self._host, self._tensors, non_blocking=True))
 
     def write(self):
-        """Seconds of a direct, fsynced write, with the number of pieces in flight that is best here."""
+        """Seconds of a direct, fsynced write into a new file, with the number of pieces in flight that is best here."""
         return self._best(self._write_s, self._write_all)
 
     def read(self):
@@ -50,10 +51,19 @@ class Limits:
         self._memory.close()
 
     def _best(self, found, act):
-        for depth in self._depths if not found else [min(found, key=found.get)]:
-            took = self._timed(lambda depth=depth: act(depth))
-            found[depth] = min(took, found.get(depth, took))
-        return took if len(found) > 1 and depth == min(found, key=found.get) else min(found.values())
+        if found:
+            self._tidy(act)
+            return self._timed(lambda: act(min(found, key=found.get)))
+        for depth in self._depths:
+            self._tidy(act)
+            found[depth] = self._timed(lambda depth=depth: act(depth))
+        return min(found.values())
+
+    def _tidy(self, act):
+        """Freeing the last file's blocks is no part of a write."""
+        if act == self._write_all:
+            self._path.unlink(missing_ok=True)
+            os.sync()
 
     def _timed(self, act):
         """From when all ranks begin until the last one is done."""
@@ -66,15 +76,14 @@ class Limits:
         return time.perf_counter() - started
 
     def _write_all(self, depth):
-        self._path.unlink(missing_ok=True)
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | _direct(self._path.parent), 0o600)
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._direct, 0o600)
         os.posix_fallocate(fd, 0, self._padded)
         self._each(depth, lambda at: _put(fd, self._view[at : at + PIECE], at))
         os.fsync(fd)
         os.close(fd)
 
     def _read_all(self, depth):
-        fd = os.open(self._path, os.O_RDONLY | _direct(self._path.parent))
+        fd = os.open(self._path, os.O_RDONLY | self._direct)
         self._each(depth, lambda at: _get(fd, self._view[at : at + PIECE], at))
         os.close(fd)
 

@@ -34,8 +34,9 @@ class Rank:
         return self.arena is Arena.READY and self.arena_step == step
 
     def is_lost(self, step: int) -> bool:
-        """Whether this rank can no longer stage `step`."""
-        passed = self.step > step or self.phase in {Phase.DONE, Phase.LEFT}
+        """Whether this rank can no longer stage `step`. It may train on while its copy is on the way."""
+        is_copying = self.arena is Arena.FILLING and self.arena_step == step
+        passed = not is_copying and (self.step > step or self.phase in {Phase.DONE, Phase.LEFT})
         return not self.alive or passed or self.void_step == step
 
 

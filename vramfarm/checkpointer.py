@@ -170,6 +170,8 @@ class Checkpointer:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
+        if self._warm_up is not None:
+            self._warm_up.close()
         atexit.unregister(self._at_exit)
         self._tell()
 

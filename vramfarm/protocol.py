@@ -307,7 +307,7 @@ class Slot(IntEnum):
     ARENA_FD = 8  # staging memory is /proc/<PID>/fd/<ARENA_FD>
     ARENA_BYTES = 9
     ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED, or NONE if there is no memory
-    ARENA_STEP = 11  # step of the bytes in it
+    ARENA_STEP = 11  # step of the bytes in it, or on their way into it
     SAMPLES = 12  # samples consumed by all ranks together
     IMAGE_BYTES = 13  # the arena begins with the bytes of the shard, this many
     STATE_BYTES = 14  # and goes on with this many of JSON, the rank's part of `Manifest.state`

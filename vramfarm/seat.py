@@ -178,6 +178,7 @@ class Seat:
         try:
             arena = self._memory(image_bytes + len(state))
             if arena is not None:
+                self._put(Slot.ARENA_STEP, step)
                 self._put(Slot.ARENA_STATE, Arena.FILLING)
                 rest = fill(arena[:image_bytes])
                 arena[image_bytes : image_bytes + len(state)] = state
@@ -188,7 +189,7 @@ class Seat:
             self._complain(f"no memory to stage step {step}: {error}")
         finally:
             if not started:
-                self.skip(step)
+                self._give_up(step)
             self.enter(phase)
         if started and rest is None:
             self._publish(step)
@@ -209,11 +210,16 @@ class Seat:
             )
         except Exception as error:  # noqa: BLE001  # a device that failed; the trainer will meet it too
             self._complain(f"step {step}: the copy to the host failed: {error!r}")
-        self.skip(step)
+        self._give_up(step)
 
     def _publish(self, step: int) -> None:
         self._put(Slot.ARENA_STEP, step)
         self._put(Slot.ARENA_STATE, Arena.READY)
+
+    def _give_up(self, step: int) -> None:
+        if self._get(Slot.ARENA_STATE) == Arena.FILLING:
+            self._put(Slot.ARENA_STATE, Arena.MAPPED)
+        self.skip(step)
 
     def _complain(self, text: str) -> None:
         self.page.set_error(f"rank {self.rank}: {text}")

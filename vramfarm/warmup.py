@@ -8,8 +8,10 @@ done where training itself has nothing to ask: when the device has work for long
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -58,7 +60,13 @@ class WarmUp:
         """Before a save: whether the memory is as it should be. Nothing runs beside the save."""
         if self._pins is not None:
             self._pins.stop()
-        return self.is_over or self._pins is None
+        return self._pins is None or self._pins.is_whole()
+
+    def close(self) -> None:
+        """The memory is no longer needed."""
+        if self._pins is not None:
+            self._pins.stop()
+            self._pins.release()
 
     def _begin_mapping(self) -> None:
         is_mapped = self._seat.is_mapped()
@@ -91,6 +99,9 @@ class Pins:
         self._device = device
         self._address = memory.address_of(arena)
         self._done = 0
+        self._pinned: list[int] = []
+        self.release = weakref.finalize(self, _unpin, arena, self._pinned)  # before the memory goes
+        self.release.atexit = False
         self._cost_s = 0.004
         self._places: dict[str, _Place] = {}
         self._clock = torch.cuda.Stream(device)
@@ -132,14 +143,11 @@ class Pins:
             self._thread.join()
             self._thread, self._stopping = None, False
 
-    def release(self) -> None:
-        self.stop()
-        for start in range(0, self._done, PIECE_BYTES):
-            torch.cuda.cudart().cudaHostUnregister(self._address + start)
-        self._done = 0
+    def is_whole(self) -> bool:
+        return self._done >= len(self._arena)
 
     def _is_done(self) -> bool:
-        return self._done >= len(self._arena) or bool(self.problem)
+        return self.is_whole() or bool(self.problem)
 
     def _pin(self) -> None:
         length = min(PIECE_BYTES, len(self._arena) - self._done)
@@ -150,7 +158,10 @@ class Pins:
         self._spent_s += took
         if code != 0:
             self.problem = f"the device does not pin memory (error {code})"
+            with contextlib.suppress(RuntimeError):  # the next call would be blamed for it
+                torch.zeros(1, device=self._device)
             return
+        self._pinned.append(self._address + self._done)
         self._done += length
 
     def _pin_slowly(self) -> None:
@@ -158,6 +169,12 @@ class Pins:
         while not (self._is_done() or self._stopping):
             self._pin()
             time.sleep(_PAUSE * self._cost_s)
+
+
+def _unpin(_: memoryview, addresses: list[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    addresses.clear()
 
 
 class _Place:

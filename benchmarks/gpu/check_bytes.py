@@ -117,8 +117,8 @@ def train(
         if ckpt._is_warm and asked < 12:
             ckpt.save()  # again and again: while one is written, too
             asked += 1
-        if ckpt.start_step % 8 == 0:
-            time.sleep(0.15)
+        if not ckpt._seat.is_copying():
+            time.sleep(0.06)  # let the writer get on, but never between a save and the next optimizer's step
         for step in [s for s in history if s < ckpt.start_step - 14]:
             if step not in {s.manifest.step for s in folder.committed(path)} and step != page[Word.SAVING_STEP]:
                 del history[step]
