@@ -163,12 +163,14 @@ def restart(training, engine, say):
         drop_caches()
         dist.barrier()
         started = time.perf_counter()
-        type(engine).load(engine, model, optimizer)
+        close = type(engine).load(engine, model, optimizer)
         if training.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
         times.append(time.perf_counter() - started)
         say(f"restart {engine.name}: {times[-1]:.2f} s")
+        if close:
+            close()
         del model, optimizer
     return times
 

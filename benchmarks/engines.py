@@ -101,7 +101,7 @@ class Ours(Engine):
 
     @staticmethod
     def load(engine, model, optimizer):
-        Checkpointer(model, optimizer, dir=engine.folder, save_interval="24h").finish()
+        return Checkpointer(model, optimizer, dir=engine.folder, save_interval="24h").finish
 
 
 class DcpSave(Engine):
