@@ -207,7 +207,6 @@ def main():
     limits = Limits(training.tensors(), folder, rank, dist.barrier)
     total = slowest({"bytes": limits.size_bytes}, device)["bytes"] * dist.get_world_size()
     say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
-    held = used_bytes()
     results = {
         "rows": {},
         "limits": {"copy_s": [], "write_s": [], "read_s": []},
@@ -233,8 +232,9 @@ def main():
                         results["warm"] = warm_up(training, engine)
                         say(f"warm-up { ({k: round(v, 4) for k, v in results['warm'].items()}) }")
                 row = save(training, engine, number)
+                engine.tidy()
                 if number == 0:
-                    results["memory"][engine.name] = used_bytes() - before
+                    results["memory"][engine.name] = used_bytes() - before  # what it goes on holding
             except Exception as error:  # noqa: BLE001  # a peer that fails is a result
                 say(f"{engine.name}: failed: {error!r}"[:500])
                 results["rows"].setdefault(engine.name, []).append({"failed": repr(error)[:200]})
@@ -250,7 +250,6 @@ def main():
         if hasattr(type(engine), "load") and engine.name in {"vramfarm", "dcp.save"}:
             results["restart"][engine.name] = restart(training, engine, say)
     write(arguments, results, total, training, say)
-    del held
     for engine in engines:
         if not isinstance(engine, Ours):
             engine.close()
@@ -290,7 +289,7 @@ def table(about, results):
     lines = [
         f"{about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, {total / 1e9:.2f} GB of state, {about['date']}",
         "",
-        "| | longest step − median, first save, s | later saves, s | steps while it is written | until done, s | GB/s | done means on the disk | host memory, × state |",
+        "| | longest step − median, first save, s | later saves, s | steps while it is written | until done, s | GB/s | done means on the disk | host memory it keeps, × state |",
         "|---|---|---|---|---|---|---|---|",
         f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | {total / limit['copy_s'] / 1e9:.2f} | | |",
         f"| limit: direct write, fsynced | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | yes | |",

@@ -5,7 +5,6 @@ Ours and what others have, behind one face: `step` after each optimizer step, `b
 training may go on; what it took is part of the step.
 """
 
-import os
 import shutil
 import threading
 import time
@@ -18,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from vramfarm import Checkpointer
 from vramfarm.protocol import Word
+
+
+KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
 
 
 class Engine:
@@ -39,9 +41,18 @@ class Engine:
     def is_done(self):
         return self.done_at is not None
 
+    def tidy(self):
+        """Only one engine's checkpoint is on the disk at a time."""
+        dist.barrier()
+        if dist.get_rank() == 0 and self.name not in KEPT:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        elif dist.get_rank() == 0:
+            for old in [p for p in self.folder.iterdir() if self.last and p.name.isdigit() and p != self.last]:
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
     def path(self, number):
-        """A new folder for a save; the one before the last goes."""
-        shutil.rmtree(self.folder / str(number - 2), ignore_errors=True) if dist.get_rank() == 0 else None
+        """A new folder for a save."""
         self.last = self.folder / str(number)
         self.last.mkdir(parents=True, exist_ok=True)
         return str(self.last)
@@ -276,7 +287,3 @@ def build(names, model, optimizer, folder, say):
         except Exception as error:  # noqa: BLE001  # a peer that is not installed, or not for this machine
             say(f"{kind.name}: left out: {error!r}"[:300])
     return engines
-
-
-def files_of(engine):
-    return [Path(root) / name for root, _, names in os.walk(engine.folder) for name in names]

@@ -195,7 +195,10 @@ class Seat:
             self._publish(step)
         elif rest is not None:
             self._copying = threading.Thread(target=self._complete, args=(step, rest), daemon=True)
-            self._copying.start()
+            try:
+                self._copying.start()
+            except RuntimeError:  # the interpreter is on its way out
+                self._complete(step, rest)
         return started
 
     def _complete(self, step: int, rest: Callable[[], bool]) -> None:

@@ -116,6 +116,50 @@ def test_each_replicated_tensor_has_one_writer_and_the_work_is_shared(sizes, wor
     assert max(loads) <= sum(sizes) / world_size + max(sizes)
 
 
+LARGE = {
+    "a": torch.arange(5_000_000, dtype=torch.float32).reshape(1000, 5000),
+    "b": torch.arange(3_000_000, dtype=torch.int64).reshape(300, 100, 100),
+    "c": torch.arange(1_500_000, dtype=torch.float32).reshape(5000, 300).t(),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_large_parts_go_straight_to_their_place(tmp_path, world_size):
+    """
+    Rows of a tensor and whole ones, from several files, chunk by chunk; with holes in memory the slow way.
+    """
+    reader = Reader(write(tmp_path, LARGE, world_size, rows=("a", "b")))
+    rows = torch.empty(500, 5000)
+    holes = torch.empty(5000, 300).t()
+    whole = torch.empty(300, 100, 100, dtype=torch.int64)
+
+    reader.read_into("a", rows, (250, 0))
+    reader.read_into("b", whole, (0, 0, 0))
+    reader.read_into("c", holes, (0, 0))
+    reader.flush()
+
+    assert torch.equal(LARGE["a"][250:750], rows)
+    assert torch.equal(LARGE["b"], whole)
+    assert torch.equal(LARGE["c"], holes)
+
+
+def test_a_flipped_bit_in_a_large_part_is_found(tmp_path):
+    """
+    Read directly, verified all the same.
+    """
+    stored = write(tmp_path, LARGE, 1)
+    path = stored.path / stored.manifest.shards[0].path
+    raw = bytearray(path.read_bytes())
+    raw[20_000_000] ^= 2
+    path.write_bytes(raw)
+    reader = Reader(stored)
+    reader.read_into("a", torch.empty(1000, 5000), (0, 0))
+    reader.read_into("b", torch.empty(300, 100, 100, dtype=torch.int64), (0, 0, 0))
+
+    with pytest.raises(DamagedError, match="bytes from 16777216: expected checksum"):
+        reader.flush()
+
+
 @pytest.mark.parametrize("at", ["header", "tensor"])
 def test_a_flipped_bit_is_found(tmp_path, at):
     """
