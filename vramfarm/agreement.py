@@ -14,7 +14,8 @@ from enum import Enum
 
 from vramfarm.protocol import Arena, Phase, Reason
 
-AHEAD = 2  # steps from the fastest rank to a proposal
+AHEAD = 2  # steps from the fastest rank to a proposal, where steps take long
+MOST_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,13 @@ def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
     return Reason.INTERVAL if wishes.due and not wishes.cold else None
 
 
-def propose_step(ranks: Sequence[Rank]) -> int:
-    return max(rank.step for rank in ranks) + AHEAD
+def propose_step(ranks: Sequence[Rank], ahead: int = AHEAD) -> int:
+    return max(rank.step for rank in ranks) + ahead
+
+
+def next_ahead(ahead: int, *, agreed: bool) -> int:
+    """Ranks that were quicker than a proposal get the next one earlier."""
+    return max(AHEAD, ahead // 2) if agreed else min(2 * ahead, MOST_AHEAD)
 
 
 def is_agreed(step: int, ranks: Sequence[Rank]) -> bool:

@@ -120,6 +120,7 @@ class Saver:
         self._lock: int | None = None
         self._due_at: float | None = None  # None: no step yet
         self._not_before = 0.0
+        self._ahead = agreement.AHEAD
         self._warm_by = 0.0  # a rank that prepares its staging memory is waited for until then
         self._final_failures = 0
         self._alive: dict[int, bool] = {}
@@ -190,14 +191,16 @@ class Saver:
     def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
         """Propose, look again, agree. In a final save all ranks already wait, so there is nothing to propose."""
         page, final = self._page, reason is Reason.FINAL
-        step = max(r.step for r in ranks) if final else agreement.propose_step(ranks)
+        step = max(r.step for r in ranks) if final else agreement.propose_step(ranks, self._ahead)
         if reason is Reason.LEAVE and step == page.get(0, Slot.MAX_STEPS):
             reason = Reason.ASKED  # it is done by then, and done counts for more than left
         page[Word.DECISION] = Decision.PROPOSED  # before the step: no rank may see it with an old decision
         page[Word.REASON] = reason
         page[Word.PROPOSED_STEP] = step
         time.sleep(_BUSY_S)  # every store of a rank that did not see the proposal is visible now
-        if not final and not agreement.is_agreed(step, self._look()):
+        agreed = final or agreement.is_agreed(step, self._look())
+        self._ahead = agreement.next_ahead(self._ahead, agreed=agreed)
+        if not agreed:
             page[Word.DECISION] = Decision.ABORTED
             return
         page[Word.SAVING_STEP] = step

@@ -4,7 +4,17 @@ import random
 
 import pytest
 
-from vramfarm.agreement import Fate, Rank, Wishes, decide_fate, decide_reason, is_agreed, propose_step
+from vramfarm.agreement import (
+    AHEAD,
+    Fate,
+    Rank,
+    Wishes,
+    decide_fate,
+    decide_reason,
+    is_agreed,
+    next_ahead,
+    propose_step,
+)
 from vramfarm.protocol import Arena, Phase, Reason
 
 T, D = Phase.TRAINING, Phase.DONE
@@ -92,3 +102,15 @@ def test_no_rank_misses_a_step_that_was_agreed():
             agreed += 1
             assert max(after) < step
     assert agreed > 5_000
+
+
+def test_quick_ranks_are_asked_earlier():
+    """
+    A proposal that came too late doubles the lead; one that was in time halves it again.
+    """
+    leads = [AHEAD]
+    for agreed in (False, False, True, True, True):
+        leads.append(next_ahead(leads[-1], agreed=agreed))
+
+    assert [2, 4, 8, 4, 2, 2] == leads
+    assert 105 == propose_step([rank(90), rank(97)], leads[2])

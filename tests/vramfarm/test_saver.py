@@ -279,7 +279,10 @@ def test_without_memory_to_stage_training_goes_on(tmp_path):
     assert "no staging memory: [Errno 12]" in attempt.page.error()
     step = attempt.page.get(0, Slot.STEP)
     until(lambda: attempt.page.get(0, Slot.STEP) > step)
+    seat._arena.close()
+    attempt.page.put(1, Slot.PID, 0)
     attempt.kill()
+    attempt.wait()
 
 
 def test_a_saver_that_is_killed_is_started_again(tmp_path):
