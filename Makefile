@@ -31,7 +31,7 @@ check: install
 # Checkpoint engines side by side, scaled down: two ranks on the processor. On cards: benchmarks/gpu/run.sh
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/checkpoint.py \
-	  --dim 1024 --layers 6 --batch 1 --tokens 8 --rounds 4 --out build/bench-out
+	  --dim 512 --layers 8 --batch 1 --tokens 8 --rounds 4 --out build/bench-out
 	@cat build/bench-out/checkpoint.md
 
 docs: install

@@ -137,7 +137,9 @@ class DcpAsync(DcpSave):
 
     def __init__(self, model, optimizer, folder):
         super().__init__(model, optimizer, folder)
-        self.options = {}
+        self.options = {
+            "process_group": dist.new_group(backend="gloo")
+        }  # its thread must not meet the training's collectives
         if self.kind == "PROCESS":
             from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
