@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from vramfarm import Checkpointer
 from vramfarm.protocol import Word
 
-
 KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
 
 
@@ -263,7 +262,7 @@ class TorchSnapshot(Engine):
         for kind, entries in self.state().items():
             for key, value in dcp._nested_dict.flatten_state_dict({kind: entries})[0].items():
                 flat[key] = value.to_local() if hasattr(value, "to_local") else value
-        pending = Snapshot.async_take(self.path(number), {"state": StateDict(**{"state": flat})})
+        pending = Snapshot.async_take(self.path(number), {"state": StateDict(state=flat)})
         self.when_done(_Waiting(pending))
 
 

@@ -52,7 +52,7 @@ class StagingMemory:
 def arena_bytes(size: int) -> int:
     """Return a size for `size` bytes: whole pages and a little to spare, since the JSON grows by a digit now and then."""
     page = mmap.PAGESIZE
-    return (size + size // 64 + 2 * page) // page * page
+    return (size + min(size // 64, 4 << 20) + 2 * page) // page * page
 
 
 def map_arena(pid: int, fd: int, size: int) -> memoryview:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vramfarm import protocol
 
-READERS: Final = 8
+MOST_READERS: Final = 8
 _CHUNK: Final = protocol.CHUNK_BYTES
 
 
@@ -71,7 +71,7 @@ def read_all(runs: Sequence[Run]) -> None:
             piece = buffer.tensor[begin - chunk * _CHUNK : end - chunk * _CHUNK]
             run.to[begin - run.begin : end - run.begin].copy_(piece)
 
-    pool = ThreadPoolExecutor(READERS)
+    pool = ThreadPoolExecutor(_num_readers())
     try:
         for _ in pool.map(bring, sorted(work.items(), key=lambda item: item[0])):
             pass
@@ -79,6 +79,12 @@ def read_all(runs: Sequence[Run]) -> None:
         pool.shutdown(cancel_futures=True)
         for file in files.values():
             file.close()
+
+
+def _num_readers() -> int:
+    """This rank's share of the processors."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(MOST_READERS, max(2, len(os.sched_getaffinity(0)) // ranks))
 
 
 class _Source:

@@ -3,8 +3,8 @@ What is saved equals the tensors at the save's step, bit for bit, while training
 
     torchrun --nproc-per-node 2 benchmarks/gpu/check_bytes.py FOLDER
 
-Each case trains with almost no work between two optimizer steps, so a copy that is not protected would be torn; the
-last case takes the protection away and must be noticed.
+Each case trains with almost no work between two optimizer steps, so a copy that is not protected is torn: the last
+case takes the protection away, and must go wrong for the others to mean anything.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from vramfarm import Checkpointer, folder, staging
+from vramfarm import Checkpointer, copies, folder, staging
 from vramfarm.loading import Reader
 from vramfarm.protocol import Word
 
@@ -93,10 +93,7 @@ def train(
     ema = torch.optim.swa_utils.AveragedModel(bare) if average else None
     ckpt = Checkpointer(model, optimizer, ema=ema, dir=path, save_interval="24h", keep_last=50)
     if sabotage:
-        ckpt._copier._before = None
-        for hooks in (optimizer._optimizer_step_pre_hooks,):
-            for key in list(hooks):
-                hooks[key] = lambda *_: setattr(ckpt._copier, "_steps_now", True)
+        unprotect(ckpt._copier, optimizer)
     history = {}
     page = ckpt._seat.page
     x = torch.randn(64, DIM, device="cuda")
@@ -131,6 +128,19 @@ def train(
     ]
     hidden = ckpt._copier._hide
     return {"checked": len(wrong), "wrong": [w for w in wrong if w[1]], "failed": failed, "said": said, "hide": hidden}
+
+
+def unprotect(copier, optimizer):
+    """The optimizer is no longer held back, and nobody looks whether it should have been."""
+
+    def hook(*_):
+        copier._steps_now = True
+        if copier.idle is not None:
+            copier.idle("before")
+
+    for key in list(optimizer._optimizer_step_pre_hooks):
+        optimizer._optimizer_step_pre_hooks[key] = hook
+    copies._Copy._check = lambda self: True
 
 
 def clamp(model, step):
