@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test check install clean docs
+.PHONY: run test check bench install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -27,6 +27,12 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m runner.docs --check
 	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+# Checkpoint engines side by side, scaled down: two ranks on the processor. On cards: benchmarks/gpu/run.sh
+bench: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/checkpoint.py \
+	  --dim 512 --layers 8 --batch 1 --tokens 8 --rounds 4 --out build/bench-out
+	@cat build/bench-out/checkpoint.md
 
 docs: install
 	$(BIN)/python -m runner.docs

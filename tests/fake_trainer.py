@@ -47,6 +47,9 @@ def parse_arguments():
         default=0,
         help="make no more steps after this one, in the first --crash-attempts attempts",
     )
+    parser.add_argument(
+        "--copy-time", type=float, default=0, help="training goes on while a save is copied for so long"
+    )
     parser.add_argument("--fail-before-attach", action="store_true")
     return parser.parse_args()
 
@@ -83,8 +86,16 @@ class Trainer:
         image = content(self.rank, step, self.arguments.bytes)
         state = json.dumps({"step": step, "contents": ["fake"]}).encode()
 
-        def fill(memory):
+        def rest(memory):
+            time.sleep(self.arguments.copy_time)
             memory[:] = image
+            return True
+
+        def fill(memory):
+            if self.arguments.copy_time:
+                return lambda: rest(memory)
+            memory[:] = image
+            return None
 
         return self.seat.stage(step, len(image), state, fill)
 

@@ -14,7 +14,8 @@ from enum import Enum
 
 from vramfarm.protocol import Arena, Phase, Reason
 
-AHEAD = 2  # steps from the fastest rank to a proposal
+AHEAD = 2  # steps from the fastest rank to a proposal, where steps take long
+MOST_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class Rank:
     arena: Arena = Arena.NONE
     arena_step: int = 0
     void_step: int = 0
+    warming: bool = False
 
     def is_ready(self, step: int) -> bool:
         return self.arena is Arena.READY and self.arena_step == step
 
     def is_lost(self, step: int) -> bool:
-        """Whether this rank can no longer stage `step`."""
-        passed = self.step > step or self.phase in {Phase.DONE, Phase.LEFT}
+        """Whether this rank can no longer stage `step`. It may train on while its copy is on the way."""
+        is_copying = self.arena is Arena.FILLING and self.arena_step == step
+        passed = not is_copying and (self.step > step or self.phase in {Phase.DONE, Phase.LEFT})
         return not self.alive or passed or self.void_step == step
 
 
@@ -48,11 +51,12 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What asks for a save now. `due`: the clock."""
+    """What asks for a save now. `due`: the clock. `cold`: some rank prepares its staging memory, so only leaving counts."""
 
     leave: bool = False
     asked: bool = False
     due: bool = False
+    cold: bool = False
 
 
 def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
@@ -65,13 +69,18 @@ def decide_reason(ranks: Sequence[Rank], wishes: Wishes) -> Reason | None:
         return None
     if wishes.leave:
         return Reason.LEAVE
-    if wishes.asked:
+    if wishes.asked and not wishes.cold:
         return Reason.ASKED
-    return Reason.INTERVAL if wishes.due else None
+    return Reason.INTERVAL if wishes.due and not wishes.cold else None
 
 
-def propose_step(ranks: Sequence[Rank]) -> int:
-    return max(rank.step for rank in ranks) + AHEAD
+def propose_step(ranks: Sequence[Rank], ahead: int = AHEAD) -> int:
+    return max(rank.step for rank in ranks) + ahead
+
+
+def next_ahead(ahead: int, *, agreed: bool) -> int:
+    """Ranks that were quicker than a proposal get the next one earlier."""
+    return max(AHEAD, ahead // 2) if agreed else min(2 * ahead, MOST_AHEAD)
 
 
 def is_agreed(step: int, ranks: Sequence[Rank]) -> bool:

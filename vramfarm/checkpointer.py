@@ -22,14 +22,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import data, folder, run, staging, state
+from vramfarm import copies, data, folder, run, state
+from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.protocol import Ended, Env, Phase, Reason, Word
 from vramfarm.run import Choice, ResumeError, Wanted
 from vramfarm.seat import SaverProcess, Seat, log_path
 from vramfarm.state import Snapshot
+from vramfarm.still import Still
 from vramfarm.typed import StateError
+from vramfarm.warmup import WarmUp
 
 _EXIT_PATIENCE_S: Final = 60.0
 _RESERVED: Final = frozenset({"model", "rng", "loader"})
@@ -42,6 +45,8 @@ class Checkpointer:
     `dir`, `save_interval`, `keep_last` and `resume` ("auto", "never" or a checkpoint's folder) are
     for runs without a supervisor; under one, its word counts. `data_parallel` is (rank, size) among
     the ranks that see different data; with tensor parallelism these are not all ranks.
+    `hide_copies=False` is for scripts that change weights by other means than optimizer.step() between two
+    steps: a save then costs the time of one copy from the device.
     """
 
     def __init__(  # noqa: PLR0913  # the API: every keyword is one thing to say
@@ -56,6 +61,7 @@ class Checkpointer:
         resume: str = "auto",
         seed: int = 0,
         data_parallel: tuple[int, int] | None = None,
+        hide_copies: bool = True,
         **objects: Any,  # noqa: ANN401  # duck-typed: state_dict and load_state_dict
     ) -> None:
         self._model = model
@@ -85,6 +91,12 @@ class Checkpointer:
         self._finished = False
         self._told = (0, 0)
         self.last_micro_batch = True
+        self._known: Still | None = None
+        self._layout: Layout | None = None
+        self._warm_up: WarmUp | None = None
+        self._is_warm = True
+        self._has_trained = False
+        self._copier = Copier([one for _, one in self._optimizers], hide=hide_copies)
         try:
             self.restored = self._resume(env, wanted.resume)
         except BaseException:
@@ -158,6 +170,8 @@ class Checkpointer:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
+        if self._warm_up is not None:
+            self._warm_up.close()
         atexit.unregister(self._at_exit)
         self._tell()
 
@@ -222,10 +236,41 @@ class Checkpointer:
     def _finish_step(self) -> None:
         self._step += 1
         self._stepped = False
+        self._copier.step_done()
         reason = self._seat.finished(self._step, self._position.samples)
         if reason is not None:
             self._save(reason)
+        if not self._is_warm:
+            self._has_trained = True
+            self._prepare("after")
         self._tell()
+
+    def _prepare(self, place: str) -> None:
+        """
+        After the first step it is known what a save takes: make its memory ready while training goes on.
+
+        Called after a step and when an optimizer begins one; whatever takes long is done there, behind the backward pass.
+        """
+        if (
+            self._is_warm
+            or not self._has_trained
+            or (place == "after" and self._copier.is_driven and not self._warm_up)
+        ):
+            return
+        if self._warm_up is None:
+            taken = self._take()
+            tensors = [*taken.layout.still.values(), *taken.moving.values()]
+            device = next((one.device for one in tensors if one.device.type == "cuda"), None)
+            size = taken.layout.image.size_bytes + len(taken.state)
+            self._warm_up = WarmUp(self._seat, size, device, self._rehearse)
+        self._warm_up.turn(place)
+        if self._warm_up.is_over:
+            self._is_warm = True
+            self._copier.idle = None
+
+    def _rehearse(self, arena: memoryview) -> None:
+        assert self._layout is not None
+        self._copier.rehearse(arena, self._layout)
 
     def _save(self, reason: Reason) -> None:
         if self._stage(self._step) and reason is Reason.LEAVE and self._seat.leave(self._step):
@@ -235,14 +280,23 @@ class Checkpointer:
 
     def _stage(self, step: int) -> bool:
         try:
-            snapshot = self._collect()
-            pieces = staging.choose(snapshot.pieces)
-            shard = staging.lay_out(pieces)
-            raw = json.dumps(self._describe(snapshot)).encode()
+            taken = self._take()
+            if self._warm_up is not None and not self._warm_up.settle():
+                self._say(f"step {step}: its staging memory is not pinned yet, so this save costs time")
         except BaseException:
             self._seat.skip(step)
             raise
-        return self._seat.stage(step, shard.size_bytes, raw, lambda memory: staging.fill(memory, shard, pieces))
+        size = taken.layout.image.size_bytes
+        return self._seat.stage(step, size, taken.state, lambda arena: self._copier.fill(arena, taken))
+
+    def _take(self) -> Taken:
+        before = self._known
+        snapshot = self._collect()
+        assert self._known is not None
+        self._layout = copies.lay_out(self._known, snapshot.pieces, self._layout)
+        moving = {piece.box.key: piece.local for piece in snapshot.pieces}
+        raw = json.dumps(self._describe(snapshot)).encode()
+        return Taken(self._layout, moving, raw, is_new=before is not self._known)
 
     def _tell(self) -> None:
         """Say on rank 0 what the saver did since the last step."""
@@ -275,12 +329,14 @@ class Checkpointer:
             raise TypeError(f"loader: expected something to iterate, got {type(self._loader).__qualname__}")
 
     def _collect(self) -> Snapshot:
+        """Return what changes from save to save; the rest is in `_known`."""
+        if self._known is None or not self._known.holds():
+            self._known = Still(self._models(), self._optimizers, rank=self._world.rank, world_size=self._world.size)
+        known = self._known
         snapshot = Snapshot(self._world.rank, self._world.size)
-        models = self._models()
-        extra = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
         optimizers = {
-            name: state.collect_optimizer(snapshot, name, optimizer, list(models.values()))
-            for name, optimizer in self._optimizers
+            name: {"groups": snapshot.encode(known.groups(name), f"{name}.groups"), "state": known.states[name]}
+            for name, _ in self._optimizers
         }
         objects = {
             name: snapshot.encode(thing.state_dict(), name)
@@ -292,7 +348,7 @@ class Checkpointer:
             "seed": self._seed,
             "position": self._position.dump(),
             "data_ranks": self._data_world.size,
-            "models": extra,
+            "models": known.models,
             "optimizers": optimizers,
             "objects": objects,
         }
@@ -444,6 +500,9 @@ class Checkpointer:
         for _, optimizer in self._optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)
+        self._is_warm = False
+        self._copier.idle = self._prepare
+        self._seat.warm(done=False)
         self._seat.start(self._step, samples=self._position.samples)
         run.watch_for_a_crash()
         atexit.register(self._at_exit)

@@ -29,6 +29,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
+SMALL_BYTES: Final = 64 << 10
 _ALIGN: Final = 4096  # where the tensors begin: a page, for direct writes
 _MAX_HEADER: Final = 1 << 30
 
@@ -62,7 +63,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Image:
-    """A shard: `header`, then the tensors back to back, wide types first so that all are aligned."""
+    """
+    A shard: `header`, then the tensors back to back, wide types first so that all are aligned.
+
+    Of a type the small ones first: a device gathers them for one copy.
+    """
 
     header: bytes
     placed: tuple[Placed, ...]
@@ -71,7 +76,7 @@ class Image:
 
 def lay_out(boxes: Iterable[Box]) -> Image:
     """Return where everything goes. Equal boxes give equal bytes, in any order."""
-    ordered = sorted(boxes, key=lambda b: (-ITEM_BYTES[b.dtype], b.key))
+    ordered = sorted(boxes, key=lambda b: (-ITEM_BYTES[b.dtype], b.size_bytes > SMALL_BYTES, b.key))
     entries: dict[str, Any] = {}
     at = 0
     spans = []

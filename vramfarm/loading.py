@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vramfarm import image, protocol
+from vramfarm import image, protocol, streaming
 from vramfarm.folder import Stored
 from vramfarm.image import ImageError, Placed
 from vramfarm.staging import TORCH_DTYPES, as_tensor
+from vramfarm.streaming import DamagedError, Run
 
 _ALGORITHM = "crc32"
+_LARGE_BYTES = 1 << 20  # from here on a part is worth a place in the queue
 
-
-class DamagedError(Exception):
-    """The bytes of a checkpoint are not those that were written; the text says where."""
+__all__ = ["DamagedError", "Reader"]
 
 
 class _File:
@@ -33,7 +32,8 @@ class _File:
 
     def __init__(self, path: Path, shard: protocol.Shard) -> None:
         self.name = f"{path.parent.name}/{shard.path}"
-        self._checksums = shard.checksums
+        self.path = path
+        self.shard = shard
         self._verified = [False] * len(shard.checksums)
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), shard.size_bytes, access=mmap.ACCESS_COPY)
@@ -63,11 +63,7 @@ class _File:
             if self._verified[chunk]:
                 continue
             with memoryview(self._memory)[chunk * size : (chunk + 1) * size] as raw:
-                found = zlib.crc32(raw)
-            if found != self._checksums[chunk]:
-                raise DamagedError(
-                    f"{self.name}: bytes from {chunk * size}: expected checksum {self._checksums[chunk]:08x}, got {found:08x}"
-                )
+                streaming.check(self.name, self.shard, chunk, raw)
             self._verified[chunk] = True
 
 
@@ -85,6 +81,7 @@ class Reader:
         if self.manifest.algorithm != _ALGORITHM:
             raise DamagedError(f"{stored.path.name}: expected {_ALGORITHM} checksums, got {self.manifest.algorithm!r}")
         self._parts: dict[str, list[_Part]] = {}
+        self._queue: list[Run] = []
         for shard in self.manifest.shards:
             file = _File(stored.path / shard.path, shard)
             for placed in file.placed:
@@ -105,11 +102,11 @@ class Reader:
         return TORCH_DTYPES[self._parts[key][0].placed.box.dtype]
 
     def read_into(self, key: str, local: Tensor, offsets: Sequence[int]) -> None:
-        """Fill `local`, the box at `offsets` of the whole tensor; all of it, or `DamagedError`."""
+        """Fill `local`, the box at `offsets` of the whole tensor, by the next `flush`; all of it, or `DamagedError`."""
         missing = local.numel()
         with torch.no_grad():
             for part in self._parts[key]:
-                missing -= _copy_overlap(part, local, offsets)
+                missing -= self._bring(_Overlap(part, local, offsets))
         if missing:
             raise DamagedError(
                 f"{self.manifest.ref.name}: {key}: {missing} of {local.numel()} elements are in no shard"
@@ -119,7 +116,24 @@ class Reader:
         """Return the whole tensor."""
         whole = torch.empty(self.shape(key), dtype=self.dtype(key))
         self.read_into(key, whole, (0,) * whole.dim())
+        self.flush()
         return whole
+
+    def flush(self) -> None:
+        """Wait for everything that is to be filled."""
+        queue, self._queue = self._queue, []
+        if queue:
+            with torch.no_grad():
+                streaming.read_all(queue)
+
+    def _bring(self, overlap: _Overlap) -> int:
+        """Return the number of elements that are filled, or will be: what is large and in one piece waits its turn."""
+        run = overlap.run()
+        if run is None:
+            overlap.copy()
+        else:
+            self._queue.append(run)
+        return overlap.count
 
 
 def _check_parts(key: str, parts: Sequence[_Part]) -> None:
@@ -128,17 +142,38 @@ def _check_parts(key: str, parts: Sequence[_Part]) -> None:
         raise DamagedError(f"{parts[0].file.name}: {key}: its parts are of kinds {sorted(kinds)}")
 
 
-def _copy_overlap(part: _Part, local: Tensor, offsets: Sequence[int]) -> int:
-    """Copy what one part has of the box; return the number of elements."""
-    box = part.placed.box
-    begin = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
-    end = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.shape, offsets, local.shape, strict=True)]
-    extent = [e - b for b, e in zip(begin, end, strict=True)]
-    if min(extent, default=1) <= 0 or local.numel() == 0:
-        return 0
-    source = part.file.tensor(part.placed)
-    local[_slices(begin, extent, offsets)].copy_(source[_slices(begin, extent, box.offsets)])
-    return math.prod(extent)
+class _Overlap:
+    """What one part has of the box of a tensor."""
+
+    def __init__(self, part: _Part, local: Tensor, offsets: Sequence[int]) -> None:
+        self._part, self._local, self._offsets = part, local, offsets
+        box = part.placed.box
+        self._begin = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
+        end = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.shape, offsets, local.shape, strict=True)]
+        self._extent = [e - b for b, e in zip(self._begin, end, strict=True)]
+        is_none = min(self._extent, default=1) <= 0 or local.numel() == 0
+        self.count = 0 if is_none else math.prod(self._extent)
+
+    def copy(self) -> None:
+        if self.count:
+            source = self._part.file.tensor(self._part.placed)
+            box = self._part.placed.box
+            self._local[_slices(self._begin, self._extent, self._offsets)].copy_(
+                source[_slices(self._begin, self._extent, box.offsets)]
+            )
+
+    def run(self) -> Run | None:
+        """The same as one row of bytes on both sides; None where it is none, or a short one."""
+        box, local, item = self._part.placed.box, self._local, self._local.element_size()
+        if self.count * item < _LARGE_BYTES or not local.is_contiguous():
+            return None
+        if not (self._extent[1:] == list(box.shape[1:]) == list(local.shape[1:])):
+            return None
+        row = math.prod(local.shape[1:]) * item
+        begin = self._part.placed.begin + (self._begin[0] - box.offsets[0]) * row
+        to = (self._begin[0] - self._offsets[0]) * row
+        flat = local.view(-1).view(torch.uint8)[to : to + self.count * item]
+        return Run(self._part.file.path, self._part.file.shard, begin, flat)
 
 
 def _slices(begin: Sequence[int], extent: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -306,12 +306,13 @@ class Slot(IntEnum):
     LR = 7  # double
     ARENA_FD = 8  # staging memory is /proc/<PID>/fd/<ARENA_FD>
     ARENA_BYTES = 9
-    ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED
-    ARENA_STEP = 11  # step of the bytes in it
+    ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED, or NONE if there is no memory
+    ARENA_STEP = 11  # step of the bytes in it, or on their way into it
     SAMPLES = 12  # samples consumed by all ranks together
     IMAGE_BYTES = 13  # the arena begins with the bytes of the shard, this many
     STATE_BYTES = 14  # and goes on with this many of JSON, the rank's part of `Manifest.state`
     VOID_STEP = 15  # step of a save that this rank could not take part in
+    WARMING = 16  # 1: its staging memory is being prepared; a save now would cost training time
 
 
 class Decision(IntEnum):

@@ -8,14 +8,14 @@ committed even if all of them are killed. It stays until training has ended, or 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
-import mmap
 import os
 import signal
 import sys
+import threading
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from typing import Any, Final
 if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120  # a link stays a link
 
-from vramfarm import agreement, folder, protocol
+from vramfarm import agreement, folder, memory, protocol, writing
 from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, EndRecord, Env, Phase, Reason, Slot, Word
 
@@ -80,6 +80,23 @@ class Staging:
     memory: memoryview
 
 
+@dataclass(frozen=True)
+class Populating:
+    """An announced arena that is given its pages: a second for each 2 GB, on a thread of its own."""
+
+    arena: tuple[int, int, int]
+    job: Future[memoryview]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A rank's part of a save: the image of its shard at the beginning of `memory`, and its JSON."""
+
+    memory: memoryview
+    image_bytes: int
+    state: dict[str, Any]
+
+
 @dataclass
 class Save:
     """A save on its way, from the proposal on."""
@@ -103,10 +120,15 @@ class Saver:
         self._lock: int | None = None
         self._due_at: float | None = None  # None: no step yet
         self._not_before = 0.0
+        self._ahead = agreement.AHEAD
+        self._warm_by = 0.0  # a rank that prepares its staging memory is waited for until then
         self._final_failures = 0
         self._alive: dict[int, bool] = {}
         self._looked_at = 0.0
-        self._pool = ThreadPoolExecutor(max_workers=min(8, page.num_ranks))
+        self._pool = ThreadPoolExecutor(max_workers=page.num_ranks)
+        self._populating: dict[int, Populating] = {}
+        self._free_bytes: int | None = None
+        self._taking = threading.Lock()
 
     def run(self) -> None:
         """Serve until training has ended or the ranks are gone, and nothing is left to commit."""
@@ -124,6 +146,7 @@ class Saver:
     def _turn(self) -> None:
         ranks = self._look()
         if self._save is None:
+            self._release()
             self._consider(ranks)
             return
         final = self._save.reason is Reason.FINAL
@@ -133,7 +156,9 @@ class Saver:
             case Fate.VOID if not final and any(rank.phase is Phase.DONE for rank in ranks):
                 self._settle(Decision.ABORTED)  # training ended before that step; the final save comes next
             case Fate.VOID:
-                self._fail("a rank ended, or could not take part, before its state was staged")
+                complaint = self._page.error()
+                more = f" ({complaint})" if complaint.startswith("rank ") else ""
+                self._fail(f"a rank ended, or could not take part, before its state was staged{more}")
             case Fate.WAIT:
                 pass
 
@@ -141,6 +166,7 @@ class Saver:
         now = time.monotonic()
         if self._due_at is None and all(r.step > self._orders.resumed_step for r in ranks):
             self._due_at = now + min(self._orders.interval_s, FIRST_SAVE_S)
+            self._warm_by = now + FIRST_SAVE_S
         if now < self._not_before or self._page[Word.ENDED]:
             return
         requests = self._page[Word.REQUEST_SAVE]
@@ -148,6 +174,7 @@ class Saver:
             leave=bool(self._page[Word.REQUEST_LEAVE]),
             asked=requests != self._page[Word.SERVED_SAVE],
             due=self._due_at is not None and now >= self._due_at,
+            cold=now < self._warm_by and any(rank.warming for rank in ranks),
         )
         reason = agreement.decide_reason(ranks, wishes)
         if reason is None:
@@ -164,14 +191,16 @@ class Saver:
     def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
         """Propose, look again, agree. In a final save all ranks already wait, so there is nothing to propose."""
         page, final = self._page, reason is Reason.FINAL
-        step = max(r.step for r in ranks) if final else agreement.propose_step(ranks)
+        step = max(r.step for r in ranks) if final else agreement.propose_step(ranks, self._ahead)
         if reason is Reason.LEAVE and step == page.get(0, Slot.MAX_STEPS):
             reason = Reason.ASKED  # it is done by then, and done counts for more than left
         page[Word.DECISION] = Decision.PROPOSED  # before the step: no rank may see it with an old decision
         page[Word.REASON] = reason
         page[Word.PROPOSED_STEP] = step
         time.sleep(_BUSY_S)  # every store of a rank that did not see the proposal is visible now
-        if not final and not agreement.is_agreed(step, self._look()):
+        agreed = final or agreement.is_agreed(step, self._look())
+        self._ahead = agreement.next_ahead(self._ahead, agreed=agreed)
+        if not agreed:
             page[Word.DECISION] = Decision.ABORTED
             return
         page[Word.SAVING_STEP] = step
@@ -235,11 +264,15 @@ class Saver:
         if self._save is not None:
             self._page[Word.SERVED_SAVE] = self._save.serves
         self._save = None
+        self._release()
+        self._page[Word.SAVING_STEP] = 0
+        self._page[Word.DECISION] = decision
+
+    def _release(self) -> None:
+        """No save is on its way: what is staged, or was staged too late, is wanted by nobody."""
         for rank in self._stagings:
             if self._page.get(rank, Slot.ARENA_STATE) == Arena.READY:
                 self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
-        self._page[Word.SAVING_STEP] = 0
-        self._page[Word.DECISION] = decision
 
     def _rotate(self) -> None:
         """Without a supervisor nobody else does."""
@@ -257,15 +290,15 @@ class Saver:
         again = self._committed_before(save.step)
         if again is not None:
             return again
-        shards = [self._shard(rank) for rank in range(self._page.num_ranks)]
+        staged = [self._staged(rank) for rank in range(self._page.num_ranks)]
         identity = os.urandom(4).hex()
         temporary = self._orders.directory / f"{protocol.TEMPORARY}{save.step:08d}-{identity}"
         try:
-            if not folder.has_room(self._orders.directory, sum(len(image) for image, _ in shards)):
+            if not folder.has_room(self._orders.directory, sum(one.image_bytes for one in staged)):
                 raise SaveError("not enough free space for one more checkpoint")  # noqa: TRY301  # cleaned up below
             temporary.mkdir()
-            written = self._write_shards(temporary, [image for image, _ in shards])
-            manifest = self._manifest(save, identity, written, [state for _, state in shards])
+            written = self._write_shards(temporary, staged)
+            manifest = self._manifest(save, identity, written, [one.state for one in staged])
             folder.commit(temporary, manifest)
         except BaseException:
             folder.discard(temporary)
@@ -280,18 +313,19 @@ class Saver:
                 return stored.manifest
         return None
 
-    def _shard(self, rank: int) -> tuple[memoryview, dict[str, Any]]:
-        """Return the image and the JSON that a rank staged."""
+    def _staged(self, rank: int) -> Staged:
+        """Return what a rank staged."""
         size, length = self._page.get(rank, Slot.IMAGE_BYTES), self._page.get(rank, Slot.STATE_BYTES)
-        memory = self._stagings[rank].memory
-        if size + length > len(memory):
-            raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(memory)}")
-        return memory[:size], json.loads(bytes(memory[size : size + length]))
+        arena = self._stagings[rank].memory
+        if size + length > len(arena):
+            raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(arena)}")
+        return Staged(arena, size, json.loads(bytes(arena[size : size + length])))
 
-    def _write_shards(self, temporary: Path, images: Sequence[memoryview]) -> tuple[protocol.Shard, ...]:
-        names = [protocol.shard_name(rank, len(images)) for rank in range(len(images))]
+    def _write_shards(self, temporary: Path, staged: Sequence[Staged]) -> tuple[protocol.Shard, ...]:
+        names = [protocol.shard_name(rank, len(staged)) for rank in range(len(staged))]
         jobs: list[Future[protocol.Shard]] = [
-            self._pool.submit(write_shard, temporary / name, image) for name, image in zip(names, images, strict=True)
+            self._pool.submit(writing.write_shard, temporary / name, one.memory, one.image_bytes)
+            for name, one in zip(names, staged, strict=True)
         ]
         while not all(job.done() for job in jobs):
             self._pause(_BUSY_S)
@@ -342,24 +376,56 @@ class Saver:
             arena=arena if arena is not Arena.READY or rank in self._stagings else Arena.FILLING,
             arena_step=get(rank, Slot.ARENA_STEP),
             void_step=get(rank, Slot.VOID_STEP),
+            warming=bool(get(rank, Slot.WARMING)),
         )
 
     def _map(self, rank: int) -> None:
         """Get hold of a rank's arena. An announcement always means a new one."""
         get = self._page.get
         owner = (get(rank, Slot.PID), get(rank, Slot.STARTED))
-        announced = get(rank, Slot.ARENA_STATE) == Arena.ANNOUNCED
+        arena = (owner[0], get(rank, Slot.ARENA_FD), get(rank, Slot.ARENA_BYTES))
+        if get(rank, Slot.ARENA_STATE) == Arena.ANNOUNCED:
+            self._populate(rank, owner, arena)
+            return
         known = self._stagings.get(rank)
-        if known is not None and known.owner == owner and not announced:
+        if known is not None and known.owner == owner:
             return
         try:
-            memory = map_arena(owner[0], get(rank, Slot.ARENA_FD), get(rank, Slot.ARENA_BYTES))
+            self._stagings[rank] = Staging(owner, memory.map_arena(*arena))
         except (OSError, ValueError) as error:  # the rank went away, or waits until it gives this save up
             self._page.set_error(f"rank {rank}: its staging memory cannot be mapped: {error}")
+
+    def _populate(self, rank: int, owner: tuple[int, int], arena: tuple[int, int, int]) -> None:
+        """Start giving an announced arena its pages, or tell the rank that it has them, or that it never will."""
+        running = self._populating.get(rank)
+        if running is None or running.arena != arena:
+            if not self._populating:
+                self._free_bytes = memory.available_bytes()
+            self._populating[rank] = Populating(arena, self._pool.submit(self._take_pages, arena))
             return
-        self._stagings[rank] = Staging(owner, memory)
-        if announced:
+        if not running.job.done():
+            return
+        del self._populating[rank]
+        try:
+            self._stagings[rank] = Staging(owner, running.job.result())
             self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
+        except (OSError, ValueError) as error:
+            why = f"rank {rank}: no staging memory: {error}"
+            say(why)
+            self._page.set_error(why)
+            self._page.put(rank, Slot.ARENA_STATE, Arena.NONE)
+
+    def _take_pages(self, arena: tuple[int, int, int]) -> memoryview:
+        """All ranks announce at about the same time: what one takes the next does not have."""
+        size = arena[2]
+        with self._taking:
+            if self._free_bytes is not None:
+                if size > self._free_bytes:
+                    raise OSError(
+                        errno.ENOMEM, f"it needs {size / 1e9:.2f} GB, {max(0, self._free_bytes) / 1e9:.2f} GB are left"
+                    )
+                self._free_bytes -= size
+        return memory.populate_arena(*arena)
 
     def _has_room(self) -> bool:
         """Known before the ranks are asked to stage, once the size is known."""
@@ -437,35 +503,6 @@ class Saver:
 
     def _beat(self) -> None:
         self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
-
-
-def write_shard(path: Path, image: memoryview) -> protocol.Shard:
-    """Write one file durably; checksums are of the bytes as they were handed to the disk."""
-    checksums = []
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        for start in range(0, len(image), protocol.CHUNK_BYTES):
-            chunk = image[start : start + protocol.CHUNK_BYTES]
-            checksums.append(zlib.crc32(chunk))
-            _write_all(fd, chunk)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return protocol.Shard(path.name, len(image), tuple(checksums))
-
-
-def _write_all(fd: int, chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[os.write(fd, chunk) :]
-
-
-def map_arena(pid: int, fd: int, size: int) -> memoryview:
-    """Map a rank's staging memory; it stays when the rank is gone."""
-    mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        return memoryview(mmap.mmap(mine, size))
-    finally:
-        os.close(mine)
 
 
 def say(text: str) -> None:

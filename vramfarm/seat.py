@@ -8,20 +8,22 @@ wait ends: with the saver's word, or when there is no saver for `PATIENCE_S`.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vramfarm import protocol
+from vramfarm import memory, protocol
+from vramfarm.memory import StagingMemory
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
+Fill = Callable[[memoryview], Callable[[], bool] | None]
 _POLL_S: Final = 0.001
 _SEE_OFF_S: Final = 10.0
 _TEND_NS: Final = 1_000_000_000
@@ -77,27 +79,6 @@ class SaverProcess:
             )
 
 
-class StagingMemory:
-    """
-    One memory file: the image of the rank's shard, then its JSON. The saver maps it before it is filled.
-
-    It is reserved when it is made, so that filling cannot fail.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.fd = os.memfd_create("vramfarm-arena", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-            self.memory = memoryview(mmap.mmap(self.fd, size))
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def close(self) -> None:
-        os.close(self.fd)  # the mapping goes with the last view of it
-
-
 class Seat:
     """One rank on the page. `saver` is given to local rank 0, which starts it."""
 
@@ -106,6 +87,7 @@ class Seat:
         self.rank = rank
         self.saver = saver
         self._arena: StagingMemory | None = None
+        self._copying: threading.Thread | None = None
         self._take()
         self.tend()
 
@@ -164,34 +146,86 @@ class Seat:
 
     # -------------------------------------------------------------------- saving
 
-    def stage(self, step: int, image_bytes: int, state: bytes, fill: Callable[[memoryview], None]) -> bool:
+    def prepare(self, size: int) -> memoryview | None:
+        """Make the staging memory long before it is needed; the saver gives it its pages. Returns at once."""
+        try:
+            self._announce(size)
+        except OSError as error:
+            self._complain(f"no staging memory: {error}")
+            return None
+        return self._arena.memory if self._arena else None
+
+    def is_mapped(self) -> bool | None:
+        """Whether the memory from `prepare` has its pages; None: it never will."""
+        state = self._get(Slot.ARENA_STATE)
+        return None if state == Arena.NONE else state != Arena.ANNOUNCED
+
+    def warm(self, *, done: bool) -> None:
+        """Ask the saver not to propose a save until the staging memory is ready; it waits two minutes at most."""
+        self._put(Slot.WARMING, int(not done))
+
+    def stage(self, step: int, image_bytes: int, state: bytes, fill: Fill) -> bool:
         """
         Put the rank's state into memory that the saver holds. False: not this time, training goes on.
 
-        `fill` writes the image of the shard, all of it.
+        `fill` writes the image of the shard, all of it; or it starts to, and returns a function that
+        waits until it is there and says whether it is what it should be.
         """
         phase = Phase(self._get(Slot.PHASE))
         self.enter(Phase.SAVING)
-        ready = False
+        started = False
+        rest: Callable[[], bool] | None = None
         try:
-            memory = self._memory(image_bytes + len(state))
-            if memory is not None:
+            arena = self._memory(image_bytes + len(state))
+            if arena is not None:
+                self._put(Slot.ARENA_STEP, step)
                 self._put(Slot.ARENA_STATE, Arena.FILLING)
-                fill(memory[:image_bytes])
-                memory[image_bytes : image_bytes + len(state)] = state
-                ready = True
-        except OSError as error:
-            self.page.set_error(f"rank {self.rank}: no memory to stage step {step}: {error}")
-        finally:
-            if ready:
+                rest = fill(arena[:image_bytes])
+                arena[image_bytes : image_bytes + len(state)] = state
                 self._put(Slot.IMAGE_BYTES, image_bytes)
                 self._put(Slot.STATE_BYTES, len(state))
-                self._put(Slot.ARENA_STEP, step)
-                self._put(Slot.ARENA_STATE, Arena.READY)
-            else:
-                self.skip(step)
+                started = True
+        except OSError as error:
+            self._complain(f"no memory to stage step {step}: {error}")
+        finally:
+            if not started:
+                self._give_up(step)
             self.enter(phase)
-        return ready
+        if started and rest is None:
+            self._publish(step)
+        elif rest is not None:
+            self._copying = threading.Thread(target=self._complete, args=(step, rest), daemon=True)
+            try:
+                self._copying.start()
+            except RuntimeError:  # the interpreter is on its way out
+                self._complete(step, rest)
+        return started
+
+    def _complete(self, step: int, rest: Callable[[], bool]) -> None:
+        """On a thread: wait for copies that training did not wait for."""
+        try:
+            if rest():
+                self._publish(step)
+                return
+            self._complain(
+                f"step {step}: the weights were changed outside of optimizer.step() while they were copied; "
+                "from now on training waits for the copy"
+            )
+        except Exception as error:  # noqa: BLE001  # a device that failed; the trainer will meet it too
+            self._complain(f"step {step}: the copy to the host failed: {error!r}")
+        self._give_up(step)
+
+    def _publish(self, step: int) -> None:
+        self._put(Slot.ARENA_STEP, step)
+        self._put(Slot.ARENA_STATE, Arena.READY)
+
+    def _give_up(self, step: int) -> None:
+        if self._get(Slot.ARENA_STATE) == Arena.FILLING:
+            self._put(Slot.ARENA_STATE, Arena.MAPPED)
+        self.skip(step)
+
+    def _complain(self, text: str) -> None:
+        self.page.set_error(f"rank {self.rank}: {text}")
 
     def leave(self, step: int) -> bool:
         """Wait until the staged `step` is committed and the end recorded. False: that failed, training goes on."""
@@ -233,13 +267,16 @@ class Seat:
         return Ended(self.page[Word.ENDED])
 
     def _stage_once(self, step: int, stage: Callable[[int], object]) -> None:
-        done = self._get(Slot.ARENA_STATE) == Arena.READY and self._get(Slot.ARENA_STEP) == step
+        done = self.is_copying() or (self._get(Slot.ARENA_STATE) == Arena.READY and self._get(Slot.ARENA_STEP) == step)
         if not done and self._get(Slot.VOID_STEP) != step:
             stage(step)
 
     def is_pending(self) -> bool:
         """Whether this rank's staged state has yet to be committed."""
-        return self._get(Slot.ARENA_STATE) == Arena.READY
+        return self.is_copying() or self._get(Slot.ARENA_STATE) == Arena.READY
+
+    def is_copying(self) -> bool:
+        return self._copying is not None and self._copying.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the state staged last is committed or given up; False after `timeout_s`, or without a saver."""
@@ -263,24 +300,22 @@ class Seat:
         return reason
 
     def _memory(self, size: int) -> memoryview | None:
-        """Return memory of at least `size` that the saver has mapped and is not reading; None without a saver."""
-        if not self._await(lambda: self._get(Slot.ARENA_STATE) != Arena.READY):
+        """Return memory of at least `size` that the saver has mapped and is not reading; None if there is none."""
+        if not self._await(lambda: not self.is_pending()):
             return None
-        if self._arena is None or self._arena.size < size:
+        if self._arena is None or self._arena.size < size or self._get(Slot.ARENA_STATE) == Arena.NONE:
             self._announce(size)
-        if not self._await(lambda: self._get(Slot.ARENA_STATE) in {Arena.MAPPED, Arena.FILLING}):
+        if not self._await(lambda: self._get(Slot.ARENA_STATE) != Arena.ANNOUNCED) or self._arena is None:
             return None
-        assert self._arena is not None
-        return self._arena.memory
+        return None if self._get(Slot.ARENA_STATE) == Arena.NONE else self._arena.memory
 
     def _announce(self, size: int) -> None:
-        """Replace the arena; a little larger than needed, since the JSON grows by a digit now and then."""
+        """Replace the arena."""
         self._put(Slot.ARENA_STATE, Arena.NONE)
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-        page = mmap.PAGESIZE
-        self._arena = StagingMemory((size + size // 64 + 2 * page) // page * page)
+        self._arena = StagingMemory(memory.arena_bytes(size))
         self._put(Slot.ARENA_FD, self._arena.fd)
         self._put(Slot.ARENA_BYTES, self._arena.size)
         self._put(Slot.ARENA_STATE, Arena.ANNOUNCED)

@@ -126,20 +126,6 @@ def lay_out(pieces: Sequence[Piece]) -> Image:
     return image.lay_out(piece.box for piece in pieces)
 
 
-def fill(memory: memoryview, shard: Image, pieces: Sequence[Piece]) -> None:
-    """Write the image of a shard: after this the tensors may change again."""
-    memory[: len(shard.header)] = shard.header
-    if not pieces:
-        return
-    by_key = {piece.box.key: piece.local for piece in pieces}
-    raw = as_tensor(memory)
-    with torch.no_grad():
-        for placed in shard.placed:
-            if placed.end > placed.begin:
-                view = raw[placed.begin : placed.end].view(TORCH_DTYPES[placed.box.dtype])
-                view.view(placed.box.shape).copy_(by_key[placed.box.key])
-
-
 def as_tensor(memory: Any) -> Tensor:  # noqa: ANN401  # anything with a buffer
     """Return the bytes of a buffer as a tensor, without a copy."""
     with warnings.catch_warnings():

@@ -158,6 +158,7 @@ def apply_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[
     _check_fit(reader, prefix, targets, saved)
     for key, tensor in targets.items():
         fill_from(reader, key, tensor)
+    reader.flush()
     for raw in [name for name in module.state_dict() if name.endswith(_EXTRA)]:
         name = clean_name(module, raw)
         if name in extra:
@@ -205,19 +206,10 @@ def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     return found
 
 
-def collect_optimizer(
-    snapshot: Snapshot, prefix: str, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-) -> Any:  # noqa: ANN401  # JSON
-    names = optimizer_names(optimizer, models)
-    raw = optimizer.state_dict()
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in raw["param_groups"]]
-    state = {names[i] if isinstance(i, int) else i: inner for i, inner in raw["state"].items()}
-    return {
-        "groups": snapshot.encode(groups, f"{prefix}.groups"),
-        "state": [
-            [name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in state.items()
-        ],
-    }
+def collect_states(snapshot: Snapshot, prefix: str, names: Sequence[str], states: Mapping[Any, Any]) -> Any:  # noqa: ANN401  # JSON
+    """Return JSON of what an optimizer keeps of each parameter, under the parameters' names."""
+    named = {names[i] if isinstance(i, int) else i: inner for i, inner in states.items()}
+    return [[name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in named.items()]
 
 
 def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> None:  # noqa: ANN401  # JSON
@@ -232,6 +224,7 @@ def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Se
         index.get(name, name): decode(inner, partial(_state_tensor, reader, like.get(name)))
         for name, inner in saved["state"]
     }
+    reader.flush()  # before anybody casts them
     numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
     optimizer.load_state_dict({"state": state, "param_groups": numbered})
     for i, inner in state.items():
@@ -283,7 +276,9 @@ def apply_object(reader: Reader, thing: Any, saved: Any) -> None:  # noqa: ANN40
         fill_from(reader, key, made)
         return made
 
-    thing.load_state_dict(decode(saved, tensor))
+    decoded = decode(saved, tensor)
+    reader.flush()
+    thing.load_state_dict(decoded)
 
 
 def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict

@@ -4,16 +4,32 @@ import random
 
 import pytest
 
-from vramfarm.agreement import Fate, Rank, Wishes, decide_fate, decide_reason, is_agreed, propose_step
+from vramfarm.agreement import (
+    AHEAD,
+    Fate,
+    Rank,
+    Wishes,
+    decide_fate,
+    decide_reason,
+    is_agreed,
+    next_ahead,
+    propose_step,
+)
 from vramfarm.protocol import Arena, Phase, Reason
 
 T, D = Phase.TRAINING, Phase.DONE
 
 
-def rank(step=5, phase=T, *, alive=True, attached=True, ready=None, void=0):
-    arena = Arena.MAPPED if ready is None else Arena.READY
+def rank(step=5, phase=T, *, alive=True, attached=True, ready=None, filling=None, void=0):
+    arena = Arena.READY if ready else Arena.FILLING if filling else Arena.MAPPED
     return Rank(
-        attached=attached, alive=alive, step=step, phase=phase, arena=arena, arena_step=ready or 0, void_step=void
+        attached=attached,
+        alive=alive,
+        step=step,
+        phase=phase,
+        arena=arena,
+        arena_step=ready or filling or 0,
+        void_step=void,
     )
 
 
@@ -27,6 +43,8 @@ def rank(step=5, phase=T, *, alive=True, attached=True, ready=None, void=0):
         pytest.param(
             [rank(phase=D), rank(phase=D)], Wishes(leave=True), Reason.FINAL, id="done counts for more than leaving"
         ),
+        pytest.param([rank(), rank()], Wishes(due=True, asked=True, cold=True), None, id="memory is being prepared"),
+        pytest.param([rank(), rank()], Wishes(leave=True, cold=True), Reason.LEAVE, id="leaving waits for no memory"),
         pytest.param([rank(phase=D), rank()], Wishes(leave=True, due=True), None, id="one is done: wait for the other"),
         pytest.param([rank(), rank(alive=False)], Wishes(leave=True), None, id="a dead rank"),
         pytest.param([rank(), rank(attached=False)], Wishes(due=True), None, id="a rank that is not there yet"),
@@ -51,6 +69,11 @@ def test_why_to_save_now(ranks, wishes, expected):
         ),
         pytest.param([rank(7, ready=7), rank(6, alive=False)], False, Fate.VOID, id="one died before"),
         pytest.param([rank(7, ready=7), rank(8)], False, Fate.VOID, id="one passed it"),
+        pytest.param([rank(7, ready=7), rank(9, filling=7)], False, Fate.WAIT, id="one trains on while it is copied"),
+        pytest.param([rank(7, ready=7), rank(9, D, filling=7)], False, Fate.WAIT, id="one is done while it is copied"),
+        pytest.param([rank(7, ready=7), rank(9, filling=5)], False, Fate.VOID, id="one passed it with an older copy"),
+        pytest.param([rank(7, ready=7), rank(9, filling=7, alive=False)], False, Fate.VOID, id="one died copying"),
+        pytest.param([rank(7, ready=7), rank(9, filling=7, void=7)], False, Fate.VOID, id="one copied in vain"),
         pytest.param([rank(7, ready=7), rank(7, void=7)], False, Fate.VOID, id="one could not"),
         pytest.param([rank(6, D), rank(6, D)], False, Fate.VOID, id="done before it"),
         pytest.param([rank(7, D), rank(7, D, ready=7)], True, Fate.WAIT, id="final: done ranks stage"),
@@ -79,3 +102,15 @@ def test_no_rank_misses_a_step_that_was_agreed():
             agreed += 1
             assert max(after) < step
     assert agreed > 5_000
+
+
+def test_quick_ranks_are_asked_earlier():
+    """
+    A proposal that came too late doubles the lead; one that was in time halves it again.
+    """
+    leads = [AHEAD]
+    for agreed in (False, False, True, True, True):
+        leads.append(next_ahead(leads[-1], agreed=agreed))
+
+    assert [2, 4, 8, 4, 2, 2] == leads
+    assert 105 == propose_step([rank(90), rank(97)], leads[2])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vramfarm import folder, protocol
+from vramfarm import folder, memory, protocol
 from vramfarm.protocol import Arena, ControlPage, Decision, Env, Phase, Slot, Word
+from vramfarm.seat import Seat
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 sys.path.insert(0, str(TRAINER.parent))
@@ -226,6 +227,62 @@ def test_a_save_is_void_when_a_rank_dies_before_it_staged(tmp_path):
     assert [] == attempt.steps()
     assert 1 == attempt.page[Word.NUM_FAILED]
     assert [protocol.SAVER_LOCK] == names(attempt.checkpoints)
+
+
+def test_ranks_train_on_while_their_state_is_copied(tmp_path):
+    """
+    A copy that takes as long as many steps is waited for by the saver alone; what is committed is the save's step.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "100000", "--step-time", "0.002", "--copy-time", "0.05")
+
+    until(lambda: attempt.page[Word.NUM_COMMITTED] > 2)
+    attempt.page[Word.REQUEST_LEAVE] = 1
+
+    assert [0, 0] == attempt.wait()
+    assert 0 == attempt.page[Word.NUM_FAILED]
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_a_copy_that_its_rank_does_not_live_to_see_is_no_checkpoint(tmp_path):
+    """
+    Bytes that are still on their way when the rank dies are not there.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000", "--copy-time", "60")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
+    attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: all(attempt.page.get(r, Slot.ARENA_STATE) == Arena.FILLING for r in range(2)))
+    step = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > step + 5)
+
+    attempt.kill()
+    attempt.wait()
+
+    assert [] == attempt.steps()
+    assert 1 == attempt.page[Word.NUM_FAILED]
+
+
+def test_without_memory_to_stage_training_goes_on(tmp_path):
+    """
+    More than there is would end in the kernel's killing of the training: it is refused, and told.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "100000")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 3)
+    too_much = (memory.available_bytes() or 0) + (1 << 33)
+    attempt.ranks[1].kill()
+    attempt.ranks[1].wait()
+    seat = Seat(attempt.page, 1)
+    seat.start(attempt.page.get(0, Slot.STEP))
+
+    seat.prepare(too_much)
+    until(lambda: seat.is_mapped() is None)
+
+    assert "no staging memory: [Errno 12]" in attempt.page.error()
+    step = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > step)
+    seat._arena.close()
+    attempt.page.put(1, Slot.PID, 0)
+    attempt.kill()
+    attempt.wait()
 
 
 def test_a_saver_that_is_killed_is_started_again(tmp_path):

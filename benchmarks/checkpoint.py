@@ -1,0 +1,349 @@
+"""
+Checkpoint engines side by side in one training, with what the machine can do measured beside them.
+
+    torchrun --nproc-per-node 2 benchmarks/checkpoint.py --dim 256 --layers 8 --rounds 3 --out build/bench
+
+A training of feed-forward blocks under FSDP2 with AdamW. Each round: some quiet steps, a save by one engine, steps
+until the save is done; then the next engine. A step ends when the device has finished it and all ranks know.
+Written are DIR/checkpoint.json and DIR/checkpoint.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from engines import Ours, build
+from limits import Limits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+QUIET = 6
+LONGEST = 4000  # steps of one round
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Training:
+    """The training loop: one step a call, with its duration."""
+
+    def __init__(self, arguments, device):
+        self.arguments, self.device = arguments, device
+        self.rank = dist.get_rank()
+        self.model, self.optimizer = self.make()
+        self.seconds = []
+        self.inside = []
+
+    def make(self):
+        torch.manual_seed(0)
+        with self.device:
+            model = nn.Sequential(*[Block(self.arguments.dim) for _ in range(self.arguments.layers)])
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(self, engine=None, wants_more=False):
+        """One step. Return how many ranks want more, which all have to know anyway."""
+        started = time.perf_counter()
+        x = torch.randn(self.arguments.batch, self.arguments.tokens, self.arguments.dim, device=self.device)
+        self.model(x).square().mean().backward()
+        inside = time.perf_counter()
+        if engine:
+            engine.guard()
+        inside = time.perf_counter() - inside
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        more = torch.tensor([float(wants_more)], device=self.device)
+        dist.all_reduce(more)
+        number = more.item()  # as a loop that looks at its loss
+        inside -= time.perf_counter()
+        if engine:
+            engine.step()
+        inside += time.perf_counter()
+        self.inside.append(inside)
+        self.seconds.append(time.perf_counter() - started)
+        return number
+
+    def quiet(self, engine=None):
+        begin = len(self.seconds)
+        for _ in range(QUIET):
+            self.step(engine)
+        return statistics.median(self.seconds[begin + 2 :])
+
+    def tensors(self):
+        found = [p.to_local().detach() for p in self.model.parameters()]
+        return found + [v.to_local() for s in self.optimizer.state.values() for k, v in s.items() if k != "step"]
+
+
+def save(training, engine, number):
+    """One save. Return what it cost and when it was done, as the slowest rank saw it."""
+    quiet = training.quiet(engine)
+    first = len(training.seconds)
+    started = time.perf_counter()
+    engine.done_at = None
+    engine.begin(number)
+    call = time.perf_counter() - started
+    ours = isinstance(engine, Ours)
+    while training.step(engine, wants_more=not engine.is_done()) and len(training.seconds) - first < LONGEST:
+        pass
+    steps = training.seconds[first:]
+    steps[0] += 0 if ours else call
+    begin = getattr(engine, "staged_at", started)
+    writing = steps[3:-1]
+    training.step(engine)
+    worst = max(steps) - quiet
+    row = {
+        "call_s": call,
+        "stall_s": worst,
+        "inside_s": call + max(training.inside[first:]),
+        "over_s": sum(s - quiet for s in steps),
+        "slower": statistics.mean(writing) / quiet - 1 if len(writing) > 3 else float("nan"),
+        "durable_s": engine.done_at - begin,
+        "step_s": quiet,
+        "steps": len(steps),
+        "errors": engine.error is not None,
+    }
+    row = slowest(row, training.device)
+    if row.pop("errors"):
+        raise RuntimeError(f"a rank failed: {engine.error!r}")
+    return row
+
+
+def slowest(row, device):
+    values = torch.tensor([float(v) for v in row.values()], dtype=torch.float64, device=device).nan_to_num(-1e9)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return {k: (v if v > -1e8 else float("nan")) for k, v in zip(row, values.tolist(), strict=True)}
+
+
+def warm_up(training, engine):
+    """Steps until our staging memory is ready. Return their cost and number."""
+    for _ in range(4):
+        training.step()
+    quiet = training.quiet()
+    first, started = len(training.seconds), time.perf_counter()
+    while training.step(engine, wants_more=not engine.ckpt._is_warm) and time.perf_counter() - started < 120:
+        pass
+    steps = training.seconds[first:]
+    over = sorted((s - quiet for s in steps), reverse=True)
+    pins = engine.ckpt._warm_up._pins
+    found = {
+        "warm_s": time.perf_counter() - started,
+        "warm_over_s": sum(over),
+        "warm_worst_s": over[0],
+        "warm_steps": len(steps),
+        "pin_s": pins._spent_s if pins else 0.0,
+    }
+    return slowest(found, training.device)
+
+
+def used_bytes():
+    """What processes and the kernel hold of the host, without the page cache."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    get = {k: int(lines[k].split()[0]) * 1024 for k in ("MemTotal", "MemFree", "Buffers", "Cached", "Shmem")}
+    return get["MemTotal"] - get["MemFree"] - get["Buffers"] - get["Cached"] + get["Shmem"]
+
+
+def restart(training, engine, say):
+    """Seconds from a model that is there to one that is restored."""
+    times = []
+    for _ in range(training.arguments.restarts):
+        model, optimizer = training.make()
+        if training.device.type == "cuda":
+            torch.cuda.synchronize()
+        drop_caches()
+        dist.barrier()
+        started = time.perf_counter()
+        close = type(engine).load(engine, model, optimizer)
+        if training.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        times.append(time.perf_counter() - started)
+        say(f"restart {engine.name}: {times[-1]:.2f} s")
+        if close:
+            close()
+        del model, optimizer
+    return times
+
+
+def drop_caches():
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        pass  # not ours to do; what is read was written directly and is in no cache
+
+
+def main():
+    arguments = parse_arguments()
+    is_cuda = torch.cuda.is_available() and not arguments.cpu
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    folder = Path(arguments.dir) / "bench"
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    dist.barrier()
+
+    def say(text):
+        if rank == 0:
+            print(f"{time.perf_counter() - begun:7.1f} {text}", flush=True)
+
+    begun = time.perf_counter()
+    training = Training(arguments, device)
+    for _ in range(3):
+        training.step()
+    limits = Limits(training.tensors(), folder, rank, dist.barrier)
+    total = slowest({"bytes": limits.size_bytes}, device)["bytes"] * dist.get_world_size()
+    say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
+    results = {
+        "rows": {},
+        "limits": {"copy_s": [], "write_s": [], "read_s": []},
+        "warm": {},
+        "memory": {},
+        "restart": {},
+    }
+    engines = []
+    for name in arguments.engines or [None]:
+        engines += build([name] if name else [], training.model, training.optimizer, folder, say)
+    for number in range(arguments.rounds):
+        for kind in ("copy", "write", "read"):
+            results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
+        say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items()}) }")
+        for engine in list(engines):
+            late = time.perf_counter() - begun > arguments.limit_s and not isinstance(engine, Ours)
+            if number >= engine.rounds or agree(late, device):
+                continue
+            try:
+                if number == 0:
+                    before = used_bytes()
+                    if isinstance(engine, Ours):
+                        results["warm"] = warm_up(training, engine)
+                        say(f"warm-up { ({k: round(v, 4) for k, v in results['warm'].items()}) }")
+                row = save(training, engine, number)
+                engine.tidy()
+                if number == 0:
+                    results["memory"][engine.name] = used_bytes() - before  # what it goes on holding
+            except Exception as error:  # noqa: BLE001  # a peer that fails is a result
+                say(f"{engine.name}: failed: {error!r}"[:500])
+                results["rows"].setdefault(engine.name, []).append({"failed": repr(error)[:200]})
+                engines.remove(engine)
+                continue
+            results["rows"].setdefault(engine.name, []).append(row)
+            say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
+        write(arguments, results, total, training, say)
+    limits.close()
+    for engine in engines:
+        if isinstance(engine, Ours):
+            engine.close()
+        if hasattr(type(engine), "load") and engine.name in {"vramfarm", "dcp.save"}:
+            results["restart"][engine.name] = restart(training, engine, say)
+    write(arguments, results, total, training, say)
+    for engine in engines:
+        if not isinstance(engine, Ours):
+            engine.close()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # some peers leave threads that hold the interpreter up
+
+
+def agree(flag, device):
+    one = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(one)
+    return one.item() > 0
+
+
+def write(arguments, results, total, training, say):
+    if dist.get_rank() != 0:
+        return
+    out = Path(arguments.out)
+    out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if training.device.type == "cuda" else platform.machine(),
+        "ranks": dist.get_world_size(),
+        "bytes": total,
+        "cores": os.cpu_count(),
+        "arguments": vars(arguments),
+    }
+    (out / "checkpoint.json").write_text(json.dumps({"about": about, **results}, indent=1))
+    (out / "checkpoint.md").write_text(table(about, results))
+
+
+def table(about, results):
+    total = about["bytes"]
+    limit = {k: statistics.median(v) for k, v in results["limits"].items()}
+    lines = [
+        f"{about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, {total / 1e9:.2f} GB of state, {about['date']}",
+        "",
+        "| | longest step − median, first save, s | later saves, s | steps while it is written | inside its calls, s | until done, s | GB/s | done means on the disk | host memory it keeps, × state |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | | {total / limit['copy_s'] / 1e9:.2f} | | |",
+        f"| limit: direct write, fsynced | | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | yes | |",
+        f"| limit: direct read | | | | | {spread(results['limits']['read_s'])} | {total / limit['read_s'] / 1e9:.2f} | | |",
+    ]
+    for name, rows in results["rows"].items():
+        good = [row for row in rows if "failed" not in row]
+        if not good:
+            lines.append(f"| {name} | failed: {rows[0]['failed'][:80]} | | | | | | | |")
+            continue
+        later = [row["stall_s"] for row in good[1:]]
+        slower = [row["slower"] for row in good if row["slower"] == row["slower"]]
+        durable = [row["durable_s"] for row in good]
+        memory = results["memory"].get(name, 0) / total
+        lines.append(
+            f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
+            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {memory:.2f} |"
+        )
+    lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
+    for name, times in results["restart"].items():
+        lines.append(
+            f"restart with {name}: {spread(times)} s, {statistics.median(times) / limit['read_s']:.2f} × the direct read"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def spread(values):
+    if not values:
+        return ""
+    return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--restarts", type=int, default=2)
+    parser.add_argument("--engines", nargs="*", default=[])
+    parser.add_argument("--dir", default="build")
+    parser.add_argument("--out", default="build/bench-out")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no more rounds of peers after this time")
+    parser.add_argument("--cpu", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""
+Ours and what others have, behind one face: `step` after each optimizer step, `begin` a save, `is_done`, `load`.
+
+`is_durable` says whether the bytes are on the disk when an engine says that it is done. `begin` returns when
+training may go on; what it took is part of the step.
+"""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from vramfarm import Checkpointer
+from vramfarm.protocol import Word
+
+KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
+
+
+class Engine:
+    name = ""
+    is_durable = False
+    rounds = 99
+
+    def __init__(self, model, optimizer, folder):
+        self.model, self.optimizer = model, optimizer
+        self.folder = Path(folder) / self.name.replace(" ", "-")
+        self.done_at = self.error = self.last = None
+
+    def guard(self):
+        """Called before optimizer.step(), where an engine wants that."""
+
+    def step(self):
+        pass
+
+    def is_done(self):
+        return self.done_at is not None
+
+    def tidy(self):
+        """Only one engine's checkpoint is on the disk at a time."""
+        dist.barrier()
+        if dist.get_rank() == 0 and self.name not in KEPT:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        elif dist.get_rank() == 0:
+            for old in [p for p in self.folder.iterdir() if self.last and p.name.isdigit() and p != self.last]:
+                shutil.rmtree(old, ignore_errors=True)
+        dist.barrier()
+
+    def path(self, number):
+        """A new folder for a save."""
+        self.last = self.folder / str(number)
+        self.last.mkdir(parents=True, exist_ok=True)
+        return str(self.last)
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def when_done(self, *futures):
+        """Note the moment, without a look from the training loop."""
+
+        def wait():
+            try:
+                for future in futures:
+                    future.result()
+            except Exception as error:  # noqa: BLE001  # a peer that fails is a result
+                self.error = error
+            self.done_at = time.perf_counter()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def close(self):
+        pass
+
+
+class Ours(Engine):
+    name = "vramfarm"
+    is_durable = True
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        self.ckpt = Checkpointer(model, optimizer, dir=self.folder, save_interval="24h", keep_last=1)
+        self.page = self.ckpt._seat.page
+        self.before = 0
+
+    def step(self):
+        self.ckpt.step()
+
+    def begin(self, number):
+        """The saver chooses one of the next steps. Time counts from when it does."""
+        self.before, self.done_at = self.page[Word.NUM_COMMITTED], None
+        self.ckpt.save()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self):
+        while not self.page[Word.SAVING_STEP]:
+            time.sleep(0.002)
+        while self.ckpt._seat.page.get(self.ckpt._seat.rank, 11) != self.page[Word.SAVING_STEP]:
+            time.sleep(0.001)  # until this rank has staged it
+        self.staged_at = time.perf_counter()
+        while self.page[Word.NUM_COMMITTED] == self.before:
+            time.sleep(0.002)
+        self.done_at = time.perf_counter()
+
+    def close(self):
+        self.ckpt.finish()
+
+    @staticmethod
+    def load(engine, model, optimizer):
+        return Checkpointer(model, optimizer, dir=engine.folder, save_interval="24h").finish
+
+
+class DcpSave(Engine):
+    name = "dcp.save"
+    rounds = 2
+
+    def begin(self, number):
+        dcp.save(self.state(), checkpoint_id=self.path(number))
+        self.done_at = time.perf_counter()
+
+    def load(self, model, optimizer):
+        state = {"model": None, "optimizer": None}
+        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=str(self.last))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+class DcpAsync(DcpSave):
+    name = "dcp.async_save"
+    kind = "THREAD"
+    stager = False
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        self.options = {
+            "process_group": dist.new_group(backend="gloo")
+        }  # its thread must not meet the training's collectives
+        if self.kind == "PROCESS":
+            from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+            self.options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+        if self.stager:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            cuda = torch.cuda.is_available()
+            options = StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=True, use_async_staging=cuda, use_non_blocking_copy=cuda
+            )
+            self.options["async_stager"] = DefaultStager(options)
+
+    def begin(self, number):
+        self.done_at, self.staging = None, None
+        answer = dcp.async_save(self.state(), checkpoint_id=self.path(number), **self.options)
+        if hasattr(answer, "upload_completion"):
+            self.staging = answer.staging_completion
+            answer = answer.upload_completion
+        self.when_done(answer)
+
+    def guard(self):
+        if getattr(self, "staging", None) is not None:
+            self.staging.result()
+
+
+class DcpProcess(DcpAsync):
+    name = "dcp.async_save process"
+    kind = "PROCESS"
+
+
+class DcpProcessStager(DcpProcess):
+    name = "dcp.async_save process+stager"
+    stager = True
+
+
+class TorchSave(Engine):
+    name = "torch.save rank 0"
+    rounds = 1
+
+    def begin(self, number):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        path = self.path(number)
+        if dist.get_rank() == 0:
+            torch.save({"model": model, "optimizer": optimizer}, f"{path}/state.pt")
+        dist.barrier()
+        self.done_at = time.perf_counter()
+
+
+class TorchCheckpointing(Engine):
+    name = "torch_checkpointing"
+    warm = False
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        from torch_checkpointing.checkpoint_manager import CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        config = CheckpointManager.Config.with_async_save()
+        config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # the default fails on ext4
+        if not torch.cuda.is_available():
+            staging = config.save.staging_config
+            staging.use_pinned_memory = staging.use_cuda_non_blocking_copy = staging.use_async_staging = False
+        self.manager = config.build()
+
+    def begin(self, number):
+        self.done_at = None
+        self.when_done(self.manager.save(self.path(number), self.state()))
+
+    def guard(self):
+        with self.manager.lock():
+            pass  # an optimizer step that begins now waits for the capture
+
+    def close(self):
+        self.manager.close()
+
+
+class Nvrx(Engine):
+    name = "nvidia-resiliency-ext"
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+
+        self.queue = AsyncCallsQueue(persistent=True)
+
+    def begin(self, number):
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+            save_state_dict_async_finalize,
+            save_state_dict_async_plan,
+        )
+
+        self.done_at = None
+        writer = FileSystemWriterAsync(self.path(number), thread_count=2)
+        answer = save_state_dict_async_plan(self.state(), writer, enable_cache=True)
+        call, preload, arguments = writer.get_save_function_and_args()
+        self.queue.schedule_async_request(
+            AsyncRequest(call, arguments, [lambda: save_state_dict_async_finalize(*answer)], preload_fn=preload)
+        )
+
+    def step(self):
+        if self.done_at is None and self.queue.maybe_finalize_async_calls(blocking=False):
+            self.done_at = time.perf_counter()
+
+    def close(self):
+        self.queue.close()
+
+
+class TorchSnapshot(Engine):
+    name = "torchsnapshot"
+    rounds = 1
+
+    def begin(self, number):
+        from torchsnapshot import Snapshot, StateDict
+
+        self.done_at = None
+        flat = {}
+        for kind, entries in self.state().items():
+            for key, value in dcp._nested_dict.flatten_state_dict({kind: entries})[0].items():
+                flat[key] = value.to_local() if hasattr(value, "to_local") else value
+        pending = Snapshot.async_take(self.path(number), {"state": StateDict(state=flat)})
+        self.when_done(_Waiting(pending))
+
+
+class _Waiting:
+    def __init__(self, pending):
+        self.pending = pending
+
+    def result(self):
+        self.pending.wait()
+
+
+ALL = [Ours, TorchCheckpointing, Nvrx, DcpAsync, DcpProcess, DcpProcessStager, DcpSave, TorchSnapshot, TorchSave]
+
+
+def build(names, model, optimizer, folder, say):
+    """Return the engines that start here; say why others do not."""
+    engines = []
+    for kind in ALL:
+        if names and kind.name not in names:
+            continue
+        try:
+            engines.append(kind(model, optimizer, folder))
+        except Exception as error:  # noqa: BLE001  # a peer that is not installed, or not for this machine
+            say(f"{kind.name}: left out: {error!r}"[:300])
+    return engines

@@ -1,0 +1,122 @@
+"""What the machine can do: the numbers that an engine is measured against, taken in the same run."""
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+PIECE = 8 << 20
+
+
+class Limits:
+    """A pinned copy of the same bytes, and the same bytes written and read directly, as fast as this disk does it."""
+
+    def __init__(self, tensors, folder, rank, barrier):
+        self._tensors = tensors
+        self._barrier = barrier
+        self._path = Path(folder) / f"limit-{rank}"
+        self.size_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        self._padded = -(-self.size_bytes // 4096) * 4096
+        self._memory = mmap.mmap(-1, self._padded)
+        self._view = memoryview(self._memory)
+        self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
+        self._direct = _direct(self._path.parent)
+        self._depths = [1, 4]
+        self._write_s = {}
+        self._read_s = {}
+        self._host = None
+
+    def _fill(self):
+        raw, at = torch.frombuffer(self._memory, dtype=torch.uint8), 0
+        for tensor in self._tensors:
+            flat = tensor.reshape(-1).view(torch.uint8)
+            raw[at : at + len(flat)].copy_(flat)
+            at += len(flat)
+
+    def copy(self):
+        """Seconds of one copy of all tensors into memory that is pinned, or at least there."""
+        device = self._tensors[0].device
+        if self._host is None:
+            self._host = [torch.empty_like(t, device="cpu", pin_memory=device.type == "cuda") for t in self._tensors]
+            for host in self._host:
+                host.zero_()
+        return self._timed(lambda: torch._foreach_copy_(self._host, self._tensors, non_blocking=True))
+
+    def write(self):
+        """Seconds of a direct, fsynced write into a new file, with the number of pieces in flight that is best here."""
+        return self._best(self._write_s, self._write_all)
+
+    def read(self):
+        return self._best(self._read_s, self._read_all)
+
+    def close(self):
+        self._path.unlink(missing_ok=True)
+        self._host = None
+
+    def _best(self, found, act):
+        if found:
+            self._tidy(act)
+            return self._timed(lambda: act(min(found, key=found.get)))
+        for depth in self._depths:
+            self._tidy(act)
+            found[depth] = self._timed(lambda depth=depth: act(depth))
+        return min(found.values())
+
+    def _tidy(self, act):
+        """Freeing the last file's blocks is no part of a write."""
+        if act == self._write_all:
+            self._path.unlink(missing_ok=True)
+            os.sync()
+
+    def _timed(self, act):
+        """From when all ranks begin until the last one is done."""
+        self._barrier()
+        started = time.perf_counter()
+        act()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._barrier()
+        return time.perf_counter() - started
+
+    def _write_all(self, depth):
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._direct, 0o600)
+        os.posix_fallocate(fd, 0, self._padded)
+        self._each(depth, lambda at: _put(fd, self._view[at : at + PIECE], at))
+        os.fsync(fd)
+        os.close(fd)
+
+    def _read_all(self, depth):
+        fd = os.open(self._path, os.O_RDONLY | self._direct)
+        self._each(depth, lambda at: _get(fd, self._view[at : at + PIECE], at))
+        os.close(fd)
+
+    def _each(self, depth, act):
+        with ThreadPoolExecutor(depth) as pool:
+            list(pool.map(act, range(0, self._padded, PIECE)))
+
+
+def _direct(folder):
+    """O_DIRECT where the filesystem has it."""
+    probe = folder / f"probe-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return 0
+    finally:
+        probe.unlink(missing_ok=True)
+    return os.O_DIRECT
+
+
+def _put(fd, piece, at):
+    while piece:
+        written = os.pwrite(fd, piece, at)
+        piece, at = piece[written:], at + written
+
+
+def _get(fd, piece, at):
+    while piece:
+        count = os.preadv(fd, [piece], at)
+        piece, at = piece[count:], at + count

@@ -1,0 +1,142 @@
+"""What a save holds is the state at its step, whatever training does next; and how staging gets ready beside it."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from vramfarm import Checkpointer, folder, staging
+from vramfarm.loading import Reader
+from vramfarm.protocol import Slot, Word
+from vramfarm.still import Still
+
+STEPS = 40
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.turned = nn.Parameter(torch.randn(16, 3).t())
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))) + self.turned.sum()
+
+
+def state_of(model, optimizer):
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for parameter, state in optimizer.state.items():
+        found |= {f"optimizer.state.{names[id(parameter)]}.{key}": value for key, value in state.items()}
+    return {key: staging.local_of(tensor).clone() for key, tensor in found.items()}
+
+
+def keep_all(model, step):
+    pass
+
+
+def exchange(model, step):
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def grow(model, step):
+    """A layer more, on the way: the layout changes."""
+    if step == STEPS // 2:
+        model.first = nn.Sequential(nn.Linear(8, 8), model.first)
+
+
+@pytest.mark.parametrize("between", [keep_all, exchange, grow])
+def test_a_save_holds_the_state_of_its_step(tmp_path, between):
+    """
+    Many saves, asked for again and again, while the optimizer goes on, tensors are exchanged and layers come in.
+    """
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path, save_interval="1h", keep_last=STEPS)
+    history = {}
+    for step in range(1, STEPS + 1):
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history[step] = state_of(model, optimizer)
+        ckpt.save()
+        ckpt.step()
+        between(model, step)
+        time.sleep(0.02)
+    if between is grow:
+        history[STEPS] = state_of(model, optimizer)
+    ckpt.finish()
+
+    found = folder.committed(tmp_path)
+    assert 3 < len(found)
+    for stored in found:
+        reader = Reader(stored)
+        then = history[stored.manifest.step]
+        assert set(then) == {k for k in reader.keys if not k.startswith("rng")}
+        assert [k for k, tensor in then.items() if not torch.equal(tensor, reader.read(k))] == []
+
+
+def test_what_stays_is_looked_at_once():
+    """
+    A state is walked again only when something in it was exchanged, not when it was trained.
+    """
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    still = Still({"model": model}, [("optimizer", optimizer)], rank=0, world_size=1)
+    step()
+
+    assert still.holds()
+    model.first.bias.data = model.first.bias.data.clone()
+    assert not still.holds()
+
+
+def test_only_what_the_optimizer_changes_may_be_copied_late():
+    """
+    Weights that it was not given, buffers, and what a state_dict makes up are copied at once.
+    """
+    model = Small()
+    model.first.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+    still = Still({"model": model}, [("optimizer", optimizer)], rank=0, world_size=1)
+
+    assert "model.last.weight" in still.owned
+    assert "optimizer.state.last.weight.momentum_buffer" in still.owned
+    assert not still.owned & {"model.first.weight", "model.norm.running_mean"}
+
+
+def test_staging_memory_is_ready_before_it_is_needed(tmp_path):
+    """
+    After the first steps the saver has given it its pages and nothing more is to be done; a save waits for that.
+    """
+    model = nn.Linear(1000, 1000)
+    ckpt = Checkpointer(model, dir=tmp_path, save_interval="1h")
+    page, rank = ckpt._seat.page, ckpt._seat.rank
+    assert 1 == page.get(rank, Slot.WARMING)
+    ckpt.save()
+    deadline = time.monotonic() + 20
+    while not ckpt._is_warm and time.monotonic() < deadline:
+        assert 0 == page[Word.NUM_COMMITTED]
+        ckpt.step()
+        time.sleep(0.01)
+
+    assert 0 == page.get(rank, Slot.WARMING)
+    assert page.get(rank, Slot.ARENA_BYTES) > 4_000_000
+    before = page.get(rank, Slot.ARENA_FD)
+    while page[Word.NUM_COMMITTED] == 0 and time.monotonic() < deadline:
+        ckpt.step()
+        time.sleep(0.01)
+    assert before == page.get(rank, Slot.ARENA_FD)
+    ckpt.finish()

@@ -1,0 +1,76 @@
+"""Shards on real filesystems: what was in memory is in the file, whatever its size."""
+
+import mmap
+import os
+import resource
+import tempfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from vramfarm import protocol, writing
+
+CHUNK = protocol.CHUNK_BYTES
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request, tmp_path):
+    """A folder on the disk, and one on a filesystem that may know no direct writes."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def filled(size):
+    """Page-aligned memory with `size` bytes in it, and something else behind them."""
+    pages = -(-(size + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = memoryview(mmap.mmap(-1, pages))
+    memory[:] = b"x" * pages
+    block = os.urandom(1 << 20)
+    for start in range(0, size, len(block)):
+        end = min(size, start + len(block))
+        memory[start:end] = block[: end - start]
+    return memory
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, CHUNK, CHUNK + 1, 3 * CHUNK + 4097])
+def test_a_file_has_the_bytes_and_no_more(place, size):
+    """
+    Direct writes go in whole blocks; the file ends where the shard ends.
+    """
+    memory = filled(size)
+
+    shard = writing.write_shard(place / "shard", memory, size)
+
+    raw = (place / "shard").read_bytes()
+    assert (size, bytes(memory[:size])) == (shard.size_bytes, raw)
+    assert tuple(zlib.crc32(raw[at : at + CHUNK]) for at in range(0, size, CHUNK)) == shard.checksums
+
+
+def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path):
+    """
+    A filesystem may refuse what it cannot write directly; then it is written the ordinary way.
+    """
+    memory = memoryview(filled(2 * CHUNK))[3:]
+
+    writing.write_shard(tmp_path / "shard", memory, len(memory))
+
+    assert bytes(memory) == (tmp_path / "shard").read_bytes()
+
+
+def test_a_full_disk_is_known_before_the_first_byte(tmp_path):
+    """
+    The space is taken first.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writing.write_shard(tmp_path / "shard", filled(4 * CHUNK), 4 * CHUNK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert 0 == (tmp_path / "shard").stat().st_size

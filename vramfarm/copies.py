@@ -1,0 +1,286 @@
+"""
+Copies from where the tensors are into the staging memory, without the training waiting for them.
+
+What `optimizer.step()` alone changes is copied beside the next forward and backward, and the next
+optimizer's step waits for that on the device. All else is copied before the training goes on. The
+rule: where it is not certain that a copy can be hidden, it is not hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vramfarm import memory, staging
+from vramfarm.image import SMALL_BYTES, Image, Placed
+from vramfarm.memory import PIECE_BYTES
+from vramfarm.staging import Piece
+from vramfarm.still import Still
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of this rank goes. `still` are the tensors that stay where they are, of them `owned` the optimizers'."""
+
+    image: Image
+    known: Still
+    signature: tuple[Any, ...]
+    still: Mapping[str, Tensor]
+    owned: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one save takes. `is_new`: the tensors are not where they were at the last save."""
+
+    layout: Layout
+    moving: Mapping[str, Tensor]
+    state: bytes
+    is_new: bool
+
+
+def lay_out(known: Still, moving: Sequence[Piece], before: Layout | None) -> Layout:
+    """Return the layout before, if it still fits."""
+    signature = tuple((p.box, p.copy, p.copies, p.spread) for p in moving)
+    if before is not None and before.known is known and before.signature == signature:
+        return before
+    mine = staging.choose([*known.pieces, *moving])
+    moves = {piece.box.key for piece in moving}
+    still = {piece.box.key: piece.local for piece in mine if piece.box.key not in moves}
+    return Layout(staging.lay_out(mine), known, signature, still, known.owned & still.keys())
+
+
+class Copier:
+    """
+    Fills staging memory. `hide=False` never lets training run beside a copy.
+
+    `idle` is called when an optimizer's step begins: the device is busy with the backward pass then.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, hide: bool) -> None:
+        self._hide = hide and bool(optimizers)
+        self._has_stepped = self._steps_now = False
+        self._plan: _Plan | None = None
+        self._copy: _Copy | None = None
+        self._latest: _Copy | None = None
+        self.idle: Callable[[str], None] | None = None
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(self._before)
+            else:
+                self._hide = False
+
+    def step_done(self) -> None:
+        """An optimizer's step lies behind us, or its absence."""
+        self._has_stepped, self._steps_now = self._steps_now, False
+
+    def fill(self, arena: memoryview, taken: Taken) -> Callable[[], bool] | None:
+        """Begin to write the image of a shard. Return what waits for the rest, None if nothing is left."""
+        layout = taken.layout
+        arena[: len(layout.image.header)] = layout.image.header
+        plan = self._planned(arena, layout)
+        if self._latest is not None and not self._latest.is_true:
+            self._hide = False
+        with torch.no_grad():
+            self._copy = self._latest = plan.start(
+                taken.moving, hide=self._hide and self._has_stepped and not taken.is_new
+            )
+        return self._copy.wait if self._copy else None
+
+    def rehearse(self, arena: memoryview, layout: Layout) -> None:
+        """Make the first save as quick as the others: plan it, and copy a little, which wakes the device's copy engine."""
+        with torch.no_grad():
+            self._planned(arena, layout).rehearse()
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether optimizers call us."""
+        return self._has_stepped
+
+    def _planned(self, arena: memoryview, layout: Layout) -> _Plan:
+        if self._plan is None or not self._plan.fits(arena, layout):
+            self._plan = _Plan(arena, layout)
+        return self._plan
+
+    def _before(self, *_: object) -> None:
+        """An optimizer is about to change what may still be read."""
+        self._steps_now = True
+        if self._copy is not None and not self._copy.hold_back():
+            self._copy = None
+        if self.idle is not None:
+            self.idle("before")
+
+
+class _Copy:
+    """Copies on their way, and the tensors that must not change before they are there."""
+
+    def __init__(self, events: Sequence[tuple[torch.device, torch.cuda.Event]], kept: Sequence[Tensor]) -> None:
+        self._events = events
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._versions: list[int] | None = [one._version for one in kept]  # noqa: SLF001  # every change in place counts it up
+        self.is_true = True
+
+    def hold_back(self) -> bool:
+        """Let the device's next work wait for the copies; no process waits. False: they are done."""
+        self._check()
+        waiting = [(device, event) for device, event in self._events if not event.query()]
+        for device, event in waiting:
+            torch.cuda.current_stream(device).wait_event(event)
+        return bool(waiting)
+
+    def wait(self) -> bool:
+        """Wait for the copies, on a thread. False: somebody changed a tensor while it was read."""
+        for _, event in self._events:
+            event.synchronize()
+        return self._check()
+
+    def _check(self) -> bool:
+        """Once: when the next optimizer's step begins, or when all is copied before that."""
+        with self._lock:
+            if self._versions is not None:
+                self.is_true = self._versions == [one._version for one in self._kept]  # noqa: SLF001
+                self._versions = None
+            return self.is_true
+
+
+@dataclass
+class _Lane:
+    """
+    Copies of one device: `of` to `to`. Rows of small tensors are gathered first; `scattered` have holes in memory.
+    """
+
+    to: list[Tensor] = field(default_factory=list)
+    of: list[Tensor] = field(default_factory=list)
+    rows: list[tuple[list[Tensor], Tensor, list[Tensor]]] = field(default_factory=list)
+    scattered: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
+
+    def copy(self, at_most: int | None = None) -> None:
+        for parts, scratch, row in self.rows[:at_most]:
+            torch.cat(row, out=scratch)
+            _copy(parts, _cut(scratch, parts))
+        for parts, tensor in self.scattered[:at_most]:
+            _copy(parts, _cut(_flat(tensor.contiguous()), parts))
+        if self.to:
+            _copy(self.to[:at_most], self.of[:at_most])
+
+
+_Lanes = dict[torch.device, _Lane]
+
+
+class _Plan:
+    """The copies of a layout into one arena, made ready: only the calls are left."""
+
+    def __init__(self, arena: memoryview, layout: Layout) -> None:
+        self._address = memory.address_of(arena)
+        self._layout = layout
+        self._raw = staging.as_tensor(arena)
+        placed = [p for p in layout.image.placed if p.end > p.begin]
+        still = layout.still
+        owned = [p for p in placed if p.box.key in layout.owned and still[p.box.key].device.type == "cuda"]
+        shown = [p for p in placed if p.box.key in still and p not in set(owned)]
+        self._kept = [still[p.box.key] for p in owned]
+        self._owned = self._arrange(owned, still)
+        self._shown = self._arrange(shown, still)
+        self._moving = [p for p in placed if p.box.key not in still]
+        self._sides = {device: torch.cuda.Stream(device) for device in self._owned}
+
+    def fits(self, arena: memoryview, layout: Layout) -> bool:
+        return self._layout is layout and self._address == memory.address_of(arena)
+
+    def start(self, moving: Mapping[str, Tensor], *, hide: bool) -> _Copy | None:
+        """Begin all copies; those from the processor's own memory are done on return."""
+        at_once = [self._arrange(self._moving, moving), self._shown] + ([] if hide else [self._owned])
+        events = [self._start_beside(device, lane) for device, lane in self._owned.items()] if hide else []
+        for device in {device for lanes in at_once for device in lanes if device.type == "cuda"}:
+            for lanes in at_once:
+                lanes.get(device, _Lane()).copy()
+            events.append((device, _mark(torch.cuda.current_stream(device))))
+        for lanes in at_once:  # last: devices work beside us
+            lanes.get(_CPU, _Lane()).copy()
+        return _Copy(events, self._kept if hide else []) if events else None
+
+    def rehearse(self) -> None:
+        for device, lane in self._owned.items():
+            side = self._sides[device]
+            with torch.cuda.stream(side):
+                lane.copy(at_most=2)
+            torch.cuda.current_stream(device).wait_event(_mark(side))  # nothing comes after a save that was before it
+
+    def _start_beside(self, device: torch.device, lane: _Lane) -> tuple[torch.device, torch.cuda.Event]:
+        side = self._sides[device]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            lane.copy()
+        return device, _mark(side)
+
+    def _arrange(self, placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> _Lanes:
+        lanes: _Lanes = {}
+        for row in _rows(placed, tensors):
+            found = [tensors[one.box.key] for one in row]
+            lane = lanes.setdefault(found[0].device, _Lane())
+            begin, end = row[0].begin, row[-1].end
+            if len(row) > 1:
+                scratch = torch.empty(end - begin, dtype=torch.uint8, device=found[0].device)
+                lane.rows.append((self._parts(begin, end), scratch, [_flat(one) for one in found]))
+            elif found[0].is_contiguous():
+                parts = self._parts(begin, end)
+                lane.to += parts
+                lane.of += _cut(_flat(found[0]), parts)
+            else:
+                lane.scattered.append((self._parts(begin, end), found[0]))
+        return lanes
+
+    def _parts(self, begin: int, end: int) -> list[Tensor]:
+        """Cut where pinned pieces meet: no copy may lie across two of them."""
+        cuts = [begin, *range(-(-(begin + 1) // PIECE_BYTES) * PIECE_BYTES, end, PIECE_BYTES), end]
+        return [self._raw[a:b] for a, b in pairwise(cuts)]
+
+
+_CPU: Final = torch.device("cpu")
+
+
+def _rows(placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> Iterator[list[Placed]]:
+    """Yield tensors one by one, but small ones of a device that lie in a row together."""
+    row: list[Placed] = []
+    for one in placed:
+        tensor = tensors[one.box.key]
+        joins = _is_small(one, tensor)
+        if row and not (joins and row[-1].end == one.begin and tensors[row[-1].box.key].device == tensor.device):
+            yield row
+            row = []
+        row.append(one)
+        if not joins:
+            yield row
+            row = []
+    if row:
+        yield row
+
+
+def _is_small(placed: Placed, tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda" and placed.end - placed.begin <= SMALL_BYTES and tensor.is_contiguous()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor without holes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _cut(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    return list(flat.split([len(part) for part in parts]))
+
+
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
+    torch._foreach_copy_(to, of, non_blocking=True)  # one call instead of a thousand
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+    event.record(stream)
+    return event

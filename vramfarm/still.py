@@ -1,0 +1,118 @@
+"""
+The part of a training's state that stays where it is: weights, buffers, optimizer state.
+
+Walking a model for each save takes longer than copying it. So it is walked once; before each save
+it is only checked that every tensor is the same one, at the same place in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vramfarm import staging, state
+from vramfarm.staging import Piece
+from vramfarm.state import Snapshot
+
+_Named = Sequence[tuple[str, torch.optim.Optimizer]]
+
+
+class Still:
+    """
+    Weights, buffers and optimizer states as of one walk.
+
+    `models` and `states` are their JSON; `names` are those of each optimizer's parameters. `owned` are the
+    keys of tensors that nothing but `optimizer.step()` changes.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], optimizers: _Named, *, rank: int, world_size: int) -> None:
+        self._modules, self._optimizers = models, optimizers
+        snapshot = Snapshot(rank, world_size)
+        self.models = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
+        self.names = {n: state.optimizer_names(o, list(models.values())) for n, o in optimizers}
+        raw = {name: optimizer.state_dict() for name, optimizer in optimizers}
+        self.states = {n: state.collect_states(snapshot, n, self.names[n], raw[n]["state"]) for n, _ in optimizers}
+        self._groups = {name: raw[name]["param_groups"] for name, _ in optimizers}
+        self.pieces: list[Piece] = snapshot.pieces
+        self._watched = list(_parts(models, optimizers))
+        tensors = [one for one in self._watched if isinstance(one, Tensor)]
+        self._sharded = [one for one in tensors if staging.is_dtensor(one)]
+        self._plain = [one for one in tensors if not staging.is_dtensor(one)]
+        self._places = self._look()
+        self._is_plain = all(map(_is_plain, dict(optimizers).values())) and not any(self.models.values())
+        self._is_known = self._covers(self.pieces)
+        owned = {_place(one) for one in _owned(optimizers)}
+        self.owned = frozenset(p.box.key for p in self.pieces if p.local.data_ptr() in owned and self._is_known)
+
+    def holds(self) -> bool:
+        """Whether all of it is still as it was found, except for what is in the tensors."""
+        if not (self._is_plain and self._is_known):
+            return False
+        now = list(_parts(self._modules, self._optimizers))
+        return (
+            len(now) == len(self._watched)
+            and all(map(operator.is_, now, self._watched))
+            and self._look() == self._places
+        )
+
+    def groups(self, name: str) -> list[dict[str, Any]]:
+        """Return an optimizer's groups as they are now, with names in place of parameters."""
+        groups = dict(self._optimizers)[name].param_groups if self._is_plain else self._groups[name]
+        rest = iter(self.names[name])
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [next(rest) for _ in group["params"]]}
+            for group in groups
+        ]
+
+    def _look(self) -> list[int]:
+        return [one.data_ptr() for one in self._plain] + [one._local_tensor.data_ptr() for one in self._sharded]  # noqa: SLF001  # to_local() may wait
+
+    def _covers(self, pieces: Sequence[Piece]) -> bool:
+        """A state_dict may give other tensors than those that are there, made for the occasion."""
+        known = set(self._places)
+        return all(piece.local.numel() == 0 or piece.local.data_ptr() in known for piece in pieces)
+
+
+def _parts(models: Mapping[str, nn.Module], optimizers: _Named) -> Iterator[object]:
+    """Yield everything whose identity says that nothing was exchanged."""
+    for model in models.values():
+        for module in model.modules():
+            yield module
+            yield from module._parameters.values()  # noqa: SLF001  # named_parameters() takes ten times as long
+            if module._buffers:  # noqa: SLF001
+                temporary = module._non_persistent_buffers_set  # noqa: SLF001
+                yield from (one for name, one in module._buffers.items() if name not in temporary)  # noqa: SLF001
+    for _, optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for inner in optimizer.state.values():
+            yield from inner.values() if isinstance(inner, dict) else (inner,)
+
+
+def _owned(optimizers: _Named) -> Iterator[Tensor]:
+    for _, optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for inner in optimizer.state.values():
+            yield from (one for one in inner.values() if isinstance(one, Tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    return int(staging.local_of(tensor).data_ptr())
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state is tensors only, given out as it is."""
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return (
+        getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict
+        and not any(getattr(optimizer, name, None) for name in hooks)
+        and all(
+            isinstance(inner, dict) and all(isinstance(one, Tensor) for one in inner.values())
+            for inner in optimizer.state.values()
+        )
+    )

@@ -1,0 +1,113 @@
+"""
+A shard onto the disk, durably, at the disk's own speed.
+
+Standard library only. Direct writes from the arena, several in flight: no copy, no page cache, and
+the data set stays in memory. Space is reserved before the first byte, so a full disk is known at
+once. Checksums are of the bytes as they were handed to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from vramfarm import protocol
+from vramfarm.protocol import Shard
+
+IN_FLIGHT: Final = 4  # pieces of a shard; one of them is being summed
+_BLOCK: Final = 4096
+_POLITE: Final = 10  # niceness; the disk's queue follows it
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def write_shard(path: Path, memory: memoryview, size: int) -> Shard:
+    """Write the first `size` bytes of page-aligned memory as one durable file. What lies behind them may be read."""
+    target = _Target(path, memory, size)
+    pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=path.name, initializer=_be_polite)
+    try:
+        target.reserve()
+        checksums = tuple(pool.map(target.write, range(0, size, protocol.CHUNK_BYTES)))
+        target.finish()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        target.close()
+    return Shard(path.name, size, checksums)
+
+
+class _Target:
+    """One file being written, directly where the filesystem has that."""
+
+    def __init__(self, path: Path, memory: memoryview, size: int) -> None:
+        self._memory = memory
+        self._size = size
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT, 0o644)
+            self._is_direct = True
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            path.unlink(missing_ok=True)  # some filesystems make the file before they refuse
+            self._fd = os.open(path, flags, 0o644)
+            self._is_direct = False
+
+    def reserve(self) -> None:
+        """Take the space; where the filesystem cannot, the writes will say what is wrong."""
+        if self._size and _libc.fallocate(self._fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(self._size)) != 0:
+            code = ctypes.get_errno()
+            if code not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                raise OSError(code, os.strerror(code))
+
+    def write(self, start: int) -> int:
+        """Write one chunk and return its checksum."""
+        end = min(start + protocol.CHUNK_BYTES, self._size)
+        checksum = zlib.crc32(self._memory[start:end])
+        if self._is_direct:
+            self._put(start, min(-(-end // _BLOCK) * _BLOCK, len(self._memory)))
+        else:
+            self._put(start, end)
+            _libc.sync_file_range(
+                self._fd, ctypes.c_longlong(start), ctypes.c_longlong(end - start), _SYNC_FILE_RANGE_WRITE
+            )
+        return checksum
+
+    def _put(self, at: int, end: int) -> None:
+        while at < end:
+            was_direct = self._is_direct
+            try:
+                at += os.pwrite(self._fd, self._memory[at:end], at)
+            except OSError as error:  # once a file
+                if error.errno != errno.EINVAL or not was_direct:
+                    raise
+                self._be_buffered()
+
+    def _be_buffered(self) -> None:
+        """The filesystem took the flag and refuses the write; or a short write left us between two blocks."""
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._is_direct = False
+
+    def finish(self) -> None:
+        os.ftruncate(self._fd, self._size)
+        os.fsync(self._fd)
+        if not self._is_direct:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _be_polite() -> None:
+    """Of this thread only: the saver's word on a proposal must come at once."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE)
