@@ -78,6 +78,7 @@ class Checkpointer:
         page, env = run.make_env(self._world, wanted)
         if page[Word.ENDED]:
             raise RuntimeError("this attempt's training has ended; under a supervisor there is one Checkpointer")
+        self._supervised = run.is_supervised(env)
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
         self._step = 0
@@ -299,7 +300,9 @@ class Checkpointer:
         return Taken(self._layout, moving, raw, is_new=before is not self._known)
 
     def _tell(self) -> None:
-        """Say on rank 0 what the saver did since the last step."""
+        """Say on rank 0 what the saver did since the last step; a supervisor says it itself."""
+        if self._supervised:
+            return
         page = self._seat.page
         now = (page[Word.NUM_COMMITTED], page[Word.NUM_FAILED])
         if now == self._told:
@@ -407,6 +410,7 @@ class Checkpointer:
         mine: Any = None
         if self._world.rank == 0:
             try:
+                run.expect_no_other_writer(directory)
                 choice = run.choose(directory, resume)
                 mine = [str(choice.resume) if choice.resume else None, choice.lineage, choice.attempt]
             except ResumeError as error:

@@ -126,10 +126,16 @@ def prune(directory: Path, keep_last: int) -> None:
         remove(stored.path)
 
 
-def has_room(directory: Path, size_bytes: int) -> bool:
-    """Whether one more checkpoint of this size fits, with a twentieth to spare."""
+def want_of_room(directory: Path, size_bytes: int) -> str:
+    """Why one more checkpoint of this size does not fit, with a twentieth to spare; empty if it does."""
     space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize >= size_bytes + size_bytes // 20
+    free, needed = space.f_bavail * space.f_frsize, size_bytes + size_bytes // 20
+    if free >= needed:
+        return ""
+    return (
+        f"{directory}: one more checkpoint needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
+        "free some space there, or put the checkpoints on a larger disk"
+    )
 
 
 def write_durably(path: Path, raw: bytes) -> None:

@@ -8,11 +8,13 @@ only; later no rank waits for another.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +29,7 @@ from vramfarm.data import World
 from vramfarm.folder import Stored
 from vramfarm.protocol import ControlPage, Env
 
+WRITER_PATIENCE_S: Final = 10.0
 PATIENCE: Final = timedelta(hours=1)  # for the slowest rank to load its part
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _rounds = itertools.count()
@@ -176,6 +179,32 @@ def saver_env(env: Mapping[str, str], choice: Choice) -> dict[str, str]:
 def num_shards_text(manifest: protocol.Manifest) -> str:
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return f"step {manifest.step}, {ranks}, {manifest.size_bytes / 1e6:.1f} MB"
+
+
+def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_S) -> None:
+    """
+    `ResumeError` if another run saves into this folder: it would save nothing for us.
+
+    A saver of a run that just ended may still be committing; it is waited for.
+    """
+    path, until = directory / protocol.SAVER_LOCK, time.monotonic() + patience_s
+    while _is_locked(path):
+        if time.monotonic() > until:
+            raise ResumeError(
+                f"{directory}: another run saves into this folder; end it, or give this one its own: dir="
+            )
+        time.sleep(0.1)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no such file yet, or no locks here
+    return False
 
 
 _crashes: list[type[BaseException]] = []

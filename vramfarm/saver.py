@@ -182,9 +182,9 @@ class Saver:
         step = max(r.step for r in ranks)
         if reason is Reason.FINAL and step in {0, self._orders.resumed_step, self._page[Word.COMMITTED_STEP]}:
             self._conclude(EndRecord("done", step))
-        elif not self._has_room():
+        elif why := self._want_of_room():
             self._save = Save(step, reason, requests)
-            self._fail("not enough free space for one more checkpoint")
+            self._fail(why)
         else:
             self._begin(reason, ranks, requests)
 
@@ -294,8 +294,8 @@ class Saver:
         identity = os.urandom(4).hex()
         temporary = self._orders.directory / f"{protocol.TEMPORARY}{save.step:08d}-{identity}"
         try:
-            if not folder.has_room(self._orders.directory, sum(one.image_bytes for one in staged)):
-                raise SaveError("not enough free space for one more checkpoint")  # noqa: TRY301  # cleaned up below
+            if why := folder.want_of_room(self._orders.directory, sum(one.image_bytes for one in staged)):
+                raise SaveError(why)  # noqa: TRY301  # cleaned up below
             temporary.mkdir()
             written = self._write_shards(temporary, staged)
             manifest = self._manifest(save, identity, written, [one.state for one in staged])
@@ -427,13 +427,18 @@ class Saver:
                 self._free_bytes -= size
         return memory.populate_arena(*arena)
 
-    def _has_room(self) -> bool:
-        """Known before the ranks are asked to stage, once the size is known."""
+    def _want_of_room(self) -> str:
+        """Known before the ranks are asked to stage, once the size is known. Without a supervisor, one less is kept then."""
         size = sum(self._page.get(rank, Slot.IMAGE_BYTES) for rank in range(self._page.num_ranks))
+        directory = self._orders.directory
         try:
-            return folder.has_room(self._orders.directory, size)
+            why = folder.want_of_room(directory, size)
+            if why and self._orders.keep_last is not None:
+                folder.prune(directory, 1)
+                why = folder.want_of_room(directory, size)
         except OSError:
-            return True  # writing will say what is wrong
+            return ""  # writing will say what is wrong
+        return why
 
     # --------------------------------------------------------------- its life
 

@@ -1,5 +1,6 @@
 """The library in one process: what is saved comes back, and what does not fit is said."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vramfarm import Checkpointer, folder, protocol
 from vramfarm.protocol import ControlPage, Env
-from vramfarm.run import ResumeError
+from vramfarm.run import ResumeError, expect_no_other_writer
 from vramfarm.typed import StateError
 
 
@@ -449,3 +450,27 @@ def test_a_hostile_folder_neither_hangs_nor_is_believed(tmp_path, kind):
 
     assert isinstance(folder.read(hostile), str)
     assert [] == folder.committed(tmp_path)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    """
+    It would train to its end and save nothing; a saver that is just ending is waited for.
+    """
+    with (tmp_path / protocol.SAVER_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        with pytest.raises(ResumeError, match=r"another run saves into this folder; .* dir="):
+            expect_no_other_writer(tmp_path, patience_s=0.2)
+
+    expect_no_other_writer(tmp_path, patience_s=0.2)
+
+
+def test_want_of_room_says_where_and_how_much(tmp_path):
+    """
+    A path, two numbers and what to do.
+    """
+    why = folder.want_of_room(tmp_path, 1 << 60)
+
+    assert "" == folder.want_of_room(tmp_path, 1)
+    assert why.startswith(f"{tmp_path}: one more checkpoint needs 1210")
+    assert "free some space there" in why
