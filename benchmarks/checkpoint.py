@@ -310,10 +310,10 @@ def table(about, results):
         later = [row["stall_s"] for row in good[1:]]
         slower = [row["slower"] for row in good if row["slower"] == row["slower"]]
         durable = [row["durable_s"] for row in good]
-        memory = results["memory"].get(name, 0) / total
+        memory = results["memory"].get(name, 0) / total if torch.cuda.is_available() else float("nan")
         lines.append(
             f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
-            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {memory:.2f} |"
+            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {'' if memory != memory else f'{memory:.2f}'} |"
         )
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, times in results["restart"].items():

@@ -115,12 +115,14 @@ class Reader:
     def read(self, key: str) -> Tensor:
         """Return the whole tensor."""
         whole = torch.empty(self.shape(key), dtype=self.dtype(key))
+        waiting, self._queue = self._queue, []
         self.read_into(key, whole, (0,) * whole.dim())
         self.flush()
+        self._queue = waiting  # many together are read faster than one by one
         return whole
 
     def flush(self) -> None:
-        """Wait for everything that is to be filled."""
+        """Fill everything that waits for it."""
         queue, self._queue = self._queue, []
         if queue:
             with torch.no_grad():
