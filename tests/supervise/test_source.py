@@ -409,7 +409,7 @@ def test_a_network_that_stays_away_is_not_the_jobs_fault(fetch):
     After three tries it is left to be tried later.
     """
     with pytest.raises(ConnectionError, match="ended with exit code 1: Could not resolve host: pypi"):
-        fetch(None, ("echo 'Could not resolve host: pypi.org'; exit 1",), digest="d5")
+        fetch(None, ("echo 'Could not resolve host: packages.example'; exit 1",), digest="d5")
 
 
 def test_a_command_that_hangs_is_ended_with_all_it_started(fetch, tmp_path):
