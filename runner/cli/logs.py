@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Final
 from runner.cli.output import out
 from runner.cli.runs import find_run, is_alive
 from runner.errors import JobError
-from runner.supervise.logs import Follower, Line, tail
+from runner.supervise.logs import Follower, Line, find_streams, tail
 
 _LOOK_S: Final = 0.5
 
@@ -23,15 +24,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
     parser.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of each stream; 100")
     parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1 is the launcher")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line: rank, stream, text")
     parser.add_argument("--attempt", type=int, metavar="K", help="an earlier attempt")
 
 
 def run(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, os.environ)
     folder = _attempt(run_dir, args.attempt)
+    _expect_rank(folder, args.rank)
     follower = Follower(folder, rank=args.rank)
     follower.skip()  # before the tail is shown: a line may then come twice, but none is lost
-    _print(tail(folder, args.lines, rank=args.rank))
+    _print(tail(folder, args.lines, rank=args.rank), as_json=args.json)
     if args.follow:
         _follow(run_dir, folder, follower, args)
     return 0
@@ -51,19 +54,29 @@ def _follow(run_dir: Path, folder: Path, follower: Follower, args: argparse.Name
     """New lines, of the attempts that follow too, until nobody runs this run any more."""
     while True:
         lives = is_alive(run_dir)
-        _print(follower.read())
+        _print(follower.read(), as_json=args.json)
         newest = _attempt(run_dir, args.attempt)
         if newest != folder:
-            _print(follower.finish())
+            _print(follower.finish(), as_json=args.json)
             folder, follower = newest, Follower(newest, rank=args.rank)
         elif not lives:
-            _print(follower.finish())
+            _print(follower.finish(), as_json=args.json)
             return
         time.sleep(_LOOK_S)
 
 
-def _print(lines: Iterable[Line]) -> None:
+def _expect_rank(folder: Path, rank: int | None) -> None:
+    ranks = sorted({stream.rank for stream in find_streams(folder)})
+    if rank is not None and ranks and rank not in ranks:
+        known = ", ".join(map(str, ranks))
+        raise JobError(f"--rank {rank}: {folder.name} has no such rank; it has {known} (-1 is the launcher)")
+
+
+def _print(lines: Iterable[Line], *, as_json: bool) -> None:
     for line in lines:
+        if as_json:
+            out(json.dumps({"rank": line.rank, "stream": line.stream, "text": line.text}))
+            continue
         who = "launcher" if line.rank < 0 else f"rank {line.rank}"
         out(f"{who}: {line.text}")
     sys.stdout.flush()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
-from runner.cli.output import out
+from runner.cli.output import out, out_json
 from runner.cli.runs import find_run, is_alive
 from runner.cli.status import read_status
 from runner.storage.disk import Disk, write_durable
@@ -17,15 +18,25 @@ _REQUEST: Final = "stop"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
+    parser.add_argument("--json", action="store_true", help="what was found and done, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     run_dir = find_run(args.run, os.environ)
-    if outcome := _outcome(str(run_dir)):
+    outcome, alive = _outcome(str(run_dir)), is_alive(run_dir)
+    if not outcome:
+        write_durable(Disk(), run_dir / _REQUEST, f"asked {datetime.now(UTC).isoformat()}\n".encode())
+    if args.json:
+        out_json({"run_dir": str(run_dir), "asked": not outcome, "alive": alive, "outcome": outcome or None})
+    else:
+        _tell(run_dir, outcome, alive=alive)
+    return 0
+
+
+def _tell(run_dir: Path, outcome: str, *, alive: bool) -> None:
+    if outcome:
         out(f"{run_dir.name} is over already: {outcome}")
-        return 0
-    write_durable(Disk(), run_dir / _REQUEST, f"asked {datetime.now(UTC).isoformat()}\n".encode())
-    if is_alive(run_dir):
+    elif alive:
         out(f"{run_dir.name} will save at its next step, finish its copies, and end with exit code 8")
         out(
             f"where the server is rented, it is stopped then; vramfarm-runner status {run_dir.name} shows how far it is"
@@ -33,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         out(f"{run_dir.name} has no live runner; the next one to start ends the job instead of training")
         out(f"to take this back: rm {run_dir / _REQUEST}")
-    return 0
 
 
 def _outcome(run_dir: str) -> str:

@@ -382,6 +382,7 @@ def test_stop_leaves_a_request_that_outlives_it(tmp_path, cli, held_lock):
     run_dir = write_run(tmp_path / "llama")
     held_lock(run_dir)
 
+    assert json.loads(cli("stop", "llama", "--json").stdout)["asked"]
     done = cli("stop", "llama")
 
     assert (0, True) == (done.returncode, (run_dir / "stop").exists())
@@ -563,6 +564,8 @@ def test_logs_of_the_last_attempt(tmp_path, cli):
     assert "rank 1: d\n" == cli("logs", "--rank", "1").stdout
     assert "rank 0: first\n" == cli("logs", "--attempt", "1").stdout
     assert 2 == cli("logs", "--attempt", "3").returncode
+    assert '{"rank": 1, "stream": "stdout", "text": "d"}\n' == cli("logs", "--rank", "1", "--json").stdout
+    assert "--rank 7: attempt-0002 has no such rank; it has 0, 1" in cli("logs", "--rank", "7").stderr
 
 
 def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
