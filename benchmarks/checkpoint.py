@@ -9,6 +9,7 @@ Written are DIR/checkpoint.json and DIR/checkpoint.md.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -59,7 +60,7 @@ class Training:
         fully_shard(model)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(self, engine=None, wants_more=False):
+    def step(self, engine=None, *, wants_more=False):
         """One step. Return how many ranks want more, which all have to know anyway."""
         started = time.perf_counter()
         x = torch.randn(self.arguments.batch, self.arguments.tokens, self.arguments.dim, device=self.device)
@@ -183,10 +184,8 @@ def restart(training, engine, say):
 
 
 def drop_caches():
-    try:
+    with contextlib.suppress(OSError):  # not ours to do; what is read was written directly and is in no cache
         Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        pass  # not ours to do; what is read was written directly and is in no cache
 
 
 def main():
@@ -249,14 +248,14 @@ def main():
                 continue
             results["rows"].setdefault(engine.name, []).append(row)
             say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
-        write(arguments, results, total, training, say)
+        write(arguments, results, total, training)
     limits.close()
     for engine in engines:
         if isinstance(engine, Ours):
             engine.close()
         if hasattr(type(engine), "load") and engine.name in {"vramfarm", "dcp.save"}:
             results["restart"][engine.name] = restart(training, engine, say)
-    write(arguments, results, total, training, say)
+    write(arguments, results, total, training)
     for engine in engines:
         if not isinstance(engine, Ours):
             engine.close()
@@ -272,7 +271,7 @@ def agree(flag, device):
     return one.item() > 0
 
 
-def write(arguments, results, total, training, say):
+def write(arguments, results, total, training):
     if dist.get_rank() != 0:
         return
     out = Path(arguments.out)
@@ -281,6 +280,7 @@ def write(arguments, results, total, training, say):
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if training.device.type == "cuda" else platform.machine(),
+        "driver": driver(),
         "ranks": dist.get_world_size(),
         "bytes": total,
         "cores": os.cpu_count(),
@@ -288,6 +288,12 @@ def write(arguments, results, total, training, say):
     }
     (out / "checkpoint.json").write_text(json.dumps({"about": about, **results}, indent=1))
     (out / "checkpoint.md").write_text(table(about, results))
+
+
+def driver():
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    return ""
 
 
 def table(about, results):
@@ -310,10 +316,10 @@ def table(about, results):
         later = [row["stall_s"] for row in good[1:]]
         slower = [row["slower"] for row in good if row["slower"] == row["slower"]]
         durable = [row["durable_s"] for row in good]
-        memory = results["memory"].get(name, 0) / total if torch.cuda.is_available() else float("nan")
+        memory = f"{results['memory'].get(name, 0) / total:.2f}" if torch.cuda.is_available() else ""
         lines.append(
             f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
-            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {'' if memory != memory else f'{memory:.2f}'} |"
+            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {memory} |"
         )
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, times in results["restart"].items():

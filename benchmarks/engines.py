@@ -90,8 +90,8 @@ class Ours(Engine):
     def step(self):
         self.ckpt.step()
 
-    def begin(self, number):
-        """The saver chooses one of the next steps. Time counts from when it does."""
+    def begin(self, _):
+        """The saver chooses one of the next steps. Time counts from when the state is staged."""
         self.before, self.done_at = self.page[Word.NUM_COMMITTED], None
         self.ckpt.save()
         threading.Thread(target=self._watch, daemon=True).start()

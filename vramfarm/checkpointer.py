@@ -171,10 +171,17 @@ class Checkpointer:
             why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
-        if self._warm_up is not None:
-            self._warm_up.close()
+        self._let_go()
         atexit.unregister(self._at_exit)
         self._tell()
+
+    def _let_go(self) -> None:
+        """Nothing is staged any more: an optimizer that lives on keeps no memory of ours."""
+        self._is_warm = True
+        self._copier.close()
+        if self._warm_up is not None:
+            self._warm_up.close()
+            self._warm_up = None
 
     def _at_exit(self) -> None:
         """

@@ -76,6 +76,9 @@ class Copier:
             else:
                 self._hide = False
 
+    def close(self) -> None:
+        self._plan = self._copy = self._latest = self.idle = None
+
     def step_done(self) -> None:
         """An optimizer's step lies behind us, or its absence."""
         self._has_stepped, self._steps_now = self._steps_now, False

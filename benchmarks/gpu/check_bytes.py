@@ -69,7 +69,6 @@ def differences(stored, history, live):
 
 def train(
     path,
-    rank,
     *,
     shard=False,
     compiled=False,
@@ -140,10 +139,10 @@ def unprotect(copier, optimizer):
 
     for key in list(optimizer._optimizer_step_pre_hooks):
         optimizer._optimizer_step_pre_hooks[key] = hook
-    copies._Copy._check = lambda self: True
+    copies._Copy._check = lambda _: True
 
 
-def clamp(model, step):
+def clamp(model, _):
     with torch.no_grad():
         for layer in model.layers:
             layer.weight.clamp_(-0.05, 0.05)
@@ -175,7 +174,7 @@ def main():
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for name, options in CASES.items():
         try:
-            found = train(Path(sys.argv[1]) / name.replace(" ", "-"), rank, **options)
+            found = train(Path(sys.argv[1]) / name.replace(" ", "-"), **options)
         except Exception as error:  # noqa: BLE001  # the other cases count, too
             import traceback
 
