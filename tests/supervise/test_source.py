@@ -408,7 +408,7 @@ def test_a_network_that_stays_away_is_not_the_jobs_fault(fetch):
     """
     After three tries it is left to be tried later.
     """
-    with pytest.raises(ConnectionError, match="ended with exit code 1: Could not resolve host: pypi"):
+    with pytest.raises(ConnectionError, match="ended with exit code 1: Could not resolve host: packages"):
         fetch(None, ("echo 'Could not resolve host: packages.example'; exit 1",), digest="d5")
 
 
