@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from runner.errors import RunnerError
+from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, OffloadPolicy, PathSource
 from runner.storage.checkpoints import CheckpointDir
@@ -32,9 +32,10 @@ from vramfarm.protocol import Ref
 Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
 
-_SOURCE: TypeAdapter[GitSource | PathSource | ArchiveSource | None] = TypeAdapter(
-    GitSource | PathSource | ArchiveSource | None
-)
+Source = GitSource | PathSource | ArchiveSource | None
+
+_SOURCE: TypeAdapter[Source] = TypeAdapter(Source)
+_PIECE_BYTES: Final = 8 << 20
 _PUBLISHED: Final = ("status.json", "journal.jsonl", "job.json")
 _LOG_LIMIT_BYTES: Final = 64 << 20
 _SAY_EVERY_S: Final = 0.5
@@ -81,7 +82,7 @@ class _Saying:
 def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "source")
     folder = bring(
-        _SOURCE.validate_python(arguments["source"]),
+        _fetched(_SOURCE.validate_python(arguments["source"]), arguments, progress),
         arguments["setup"],
         run_dir=Path(arguments["run_dir"]),
         digest=arguments["subject"],
@@ -91,6 +92,24 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         withhold=frozenset(arguments["withhold"]),
     )
     return {"summary": str(folder)}
+
+
+def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source:
+    """An archive that lies in a bucket, brought beside where it is unpacked; any other source as it is."""
+    if not isinstance(source, ArchiveSource) or not source.archive.startswith("s3://"):
+        return source
+    folder, _, name = source.archive.rpartition("/")
+    store = open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": folder}), os.environ)
+    head = store.head(name)
+    if head is None:
+        raise JobError(f"source.archive: expected an object at {source.archive}, found none")
+    target = Path(arguments["run_dir"]) / "source" / f"{arguments['subject']}-{name}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        for offset in range(0, head.size_bytes, _PIECE_BYTES):
+            file.write(store.read(name, offset, min(_PIECE_BYTES, head.size_bytes - offset)))
+            progress(offset / head.size_bytes, "archive")
+    return ArchiveSource(archive=str(target))
 
 
 def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from runner.cli.complaints import complaints
 from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
+from runner.cli.stores import read_object
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 from runner.job import ArchiveSource, Job, PathSource
@@ -57,7 +58,7 @@ class LoadedJob:
 
 def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     """
-    Return the job at `source`: a path, `-`, or an https:// address; without one, $RUNNER_JOB.
+    Return the job at `source`: a path, `-`, an https:// or s3:// address; without one, $RUNNER_JOB.
 
     `JobError` has one line for every problem.
     """
@@ -86,8 +87,10 @@ def _read(source: str | None, env: Mapping[str, str]) -> tuple[str, str, Path]:
         return "stdin", _text("stdin", sys.stdin.buffer.read(MAX_BYTES + 1)), Path.cwd()
     if source.startswith("https://"):
         return _shown(source), _text(_shown(source), _fetch(source)), Path.cwd()
+    if source.startswith("s3://"):
+        return source, _text(source, read_object(source, MAX_BYTES)), Path.cwd()
     if "://" in source:
-        raise JobError(f"{_shown(source)}: expected a path, - or an https:// address")
+        raise JobError(f"{_shown(source)}: expected a path, - or an https:// or s3:// address")
     path = Path(source).absolute()
     return source, _text(source, _from_file(source, path)), path.parent
 

@@ -46,6 +46,20 @@ def open_run(address: str) -> StoredRun:
     return StoredRun(store=open_store(offload, os.environ), job=parts[-1], checkpoint=checkpoint)
 
 
+def read_object(address: str, limit_bytes: int) -> bytes:
+    """One object, by its whole address: s3://bucket/path/job.yaml."""
+    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
+
+    folder, _, name = address.rpartition("/")
+    if folder in {"s3:/", "s3:", "file:/"} or not name:
+        raise JobError(f"{address}: expected s3://bucket/path/job.yaml")
+    offload = OffloadPolicy(to=folder, endpoint=os.environ.get("AWS_ENDPOINT_URL"))
+    found = open_store(offload, os.environ).get(name, limit_bytes=limit_bytes)
+    if found is None:
+        raise JobError(f"{address}: expected an object, found none")
+    return found
+
+
 def read_small(address: str, name: str) -> bytes:
     """A small file of the run."""
     run = open_run(address)

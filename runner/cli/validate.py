@@ -22,7 +22,7 @@ _RARE: Final = timedelta(hours=2)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="JOB", nargs="?", help="path of job.yaml, - or an https:// address")
+    parser.add_argument("config", metavar="JOB", nargs="?", help="path of job.yaml, - or an https:// or s3:// address")
     parser.add_argument("--config", dest="named", metavar="JOB", help="the same")
     parser.add_argument("--json", action="store_true", help="the job with every default, and the warnings, as JSON")
 

@@ -1,0 +1,83 @@
+"""A whole job that came out of a bucket and goes back into it: real processes, a real S3 server."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.s3server import BUCKET
+
+TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
+JOB = """
+name: tiny
+command: fake_trainer.py --steps 60 --step-time 0.02 --bytes 100000
+launcher: command
+cpu_processes: 1
+source: {{archive: "{at}/code.tar.gz"}}
+setup: ["echo set-up > set-up.txt"]
+checkpoint: {{save_interval: 1s}}
+offload: {{to: "{at}/runs", endpoint: "{endpoint}"}}
+finish: {{on_success: stop}}
+"""
+
+
+@pytest.fixture
+def cloud(s3server, tmp_path):
+    """(address of a prefix with job.yaml and the code, environment to reach it)."""
+    at = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    prefix = at.removeprefix(f"s3://{BUCKET}/")
+    code = tmp_path / "code"
+    code.mkdir()
+    shutil.copy(TRAINER, code)
+    (code / "fake_trainer.py").chmod(0o755)
+    with tarfile.open(tmp_path / "code.tar.gz", "w:gz") as archive:
+        archive.add(code / "fake_trainer.py", "fake_trainer.py")
+    command = JOB.format(at=at, endpoint=s3server.endpoint).replace(
+        "command: fake_trainer.py", f"command: {sys.executable} fake_trainer.py"
+    )
+    client = s3server.client()
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/code.tar.gz", Body=(tmp_path / "code.tar.gz").read_bytes())
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/job.yaml", Body=command.encode())
+    env = {**os.environ, **s3server.env, "AWS_ENDPOINT_URL": s3server.endpoint}
+    return at, {**env, "VRAMFARM_WORKSPACE": str(tmp_path / "workspace")}
+
+
+def runner(env, *args):
+    argv = [sys.executable, "-m", "runner", *args]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False, cwd="/")
+
+
+def test_a_job_from_the_bucket_ends_in_the_bucket(cloud, tmp_path):
+    """
+    job.yaml and code by s3://, set-up done, checkpoints verified there; on an empty disk nothing is trained twice.
+    """
+    at, env = cloud
+
+    first = runner(env, "run", "--config", f"{at}/job.yaml")
+    assert 0 == first.returncode, first.stderr
+    shutil.rmtree(tmp_path / "workspace")
+    again = runner(env, "run", "--config", f"{at}/job.yaml")
+    status = json.loads(runner(env, "status", f"{at}/runs/tiny", "--json").stdout)
+    verified = runner(env, "checkpoints", "verify", f"{at}/runs/tiny")
+
+    assert (0, True) == (again.returncode, "launch" not in again.stderr), again.stderr
+    assert ("succeeded", 60) == (status["outcome"], status["step"])
+    assert 0 == verified.returncode, verified.stderr
+
+
+def test_what_is_not_in_the_bucket_is_said(cloud):
+    """
+    One line: where, expected, found.
+    """
+    at, env = cloud
+
+    done = runner(env, "run", "--config", f"{at}/other.yaml")
+
+    assert 2 == done.returncode
+    assert f"error: {at}/other.yaml: expected an object, found none" in done.stderr
