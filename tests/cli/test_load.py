@@ -266,7 +266,7 @@ def test_no_job_says_what_to_do():
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("ftp://u:pw@host/job.yaml?key=1", "ftp://host/job.yaml: expected a path, - or an https:// address"),
+        ("ftp://u:pw@host/job.yaml?key=1", "ftp://host/job.yaml: expected a path, - or an https:// or s3:// address"),
         ("/does/not/exist.yaml", "/does/not/exist.yaml: cannot be read: no such file or directory"),
         ("/", "/: expected a file, found a folder"),
     ],
