@@ -143,6 +143,8 @@ class SimWorld:
         if not (isinstance(before, Failed) and before.subject == subject):
             self._failures[kind] = (0, None)
         self.tasks[kind] = Running(subject=subject, started_at=self.elsewhere.now)
+        self._listed = getattr(self, "_listed", {})
+        self._listed[kind] = set(self.elsewhere.store)  # a listing is as old as the task that took it
 
     def _finish_tasks(self) -> None:
         for kind, state in tuple(self.tasks.items()):
@@ -161,7 +163,10 @@ class SimWorld:
         if problem:
             return self._failed(kind, state, problem, final=True)
         if kind in {TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY}:
-            self.offsite = tuple(sorted(self.elsewhere.store.values(), key=lambda c: c.ref))
+            known = set(self.elsewhere.store) if kind is TaskKind.UPLOAD else self._listed[kind]
+            self.offsite = tuple(
+                sorted((c for r, c in self.elsewhere.store.items() if r in known), key=lambda c: c.ref)
+            )
         return Finished(subject=state.subject, at=self.elsewhere.now)
 
     def _failed(self, kind: TaskKind, state: Running, error: str, *, final: bool) -> Failed:

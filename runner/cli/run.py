@@ -27,7 +27,9 @@ _MAX_VARIABLE_BYTES: Final = 120_000  # Linux takes 128 KiB for one variable
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", metavar="JOB", help=f"path of job.yaml, - or an https:// or s3:// address; without it, ${JOB_VARIABLE}"
+        "--config",
+        metavar="JOB",
+        help=f"path of job.yaml, - or an https:// or s3:// address; without it, ${JOB_VARIABLE}",
     )
     parser.add_argument("--start-over", action="store_true", help="begin at step 0 although there are checkpoints")
     parser.add_argument(

@@ -261,8 +261,7 @@ def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
         if cramped.remove:
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
-    uploading = isinstance(seen.tasks.get(TaskKind.UPLOAD), Running)  # its shards have no manifest yet
-    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not uploading:
+    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last:
         return _begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
     return None
 
@@ -282,8 +281,15 @@ def _subject(state: TaskState) -> str:
 # ------------------------------------------------------------------------------ slow work
 
 
+# Each of these ends with a listing of the store. One at a time: a listing that was taken before
+# the other's change would come after it, and be believed.
+_LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
+
+
 def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
-    """Start it unless it runs, is done, cannot be done, or has just failed."""
+    """Start it unless it runs, is done, cannot be done, has just failed, or another one is in its way."""
+    if kind in _LISTING and any(isinstance(seen.tasks.get(other), Running) for other in _LISTING):
+        return None
     match seen.tasks.get(kind):
         case Running():
             return None

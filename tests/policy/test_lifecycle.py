@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.facts import Checkpoint, Ending, History, Live, Observed, Outcome
+from runner.facts import Checkpoint, Ending, History, Live, Observed, Outcome, Running, TaskKind
 from runner.job import Job
-from runner.policy.lifecycle import Prune, Wait, decide
+from runner.policy.lifecycle import Begin, Prune, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -507,3 +507,17 @@ def test_done_but_not_in_the_store_is_not_zero(tmp_path):
 
     assert (4, True, True) == (end.code, end.stop, end.keep)
     assert "connection refused" in end.reason
+
+
+def test_nothing_is_uploaded_while_the_store_is_tidied():
+    """
+    The tidying's listing would come after the upload's, and not have it.
+    """
+    checkpoint = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+    seen = Observed(now=START, boot_id="b", life="l", live=Live(attempt_id="a", trainers=(1,), savers=()))
+    seen = replace(seen, local=(checkpoint,), offsite=())
+    tidying = {TaskKind.TIDY: Running(subject="x", started_at=START)}
+    history = History(accepted_at=START, opened_at=START)
+
+    assert Begin(TaskKind.UPLOAD, checkpoint.ref.name) == decide(JOB, history, seen)
+    assert isinstance(decide(JOB, history, replace(seen, tasks=tidying)), Wait)
