@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import docker as sdk
+
 PROJECT = Path(__file__).parents[2]
 PATIENCE_S = 300.0  # a start of torch on a machine that does much else takes a minute
 _numbers = itertools.count()
@@ -28,6 +30,16 @@ def docker(*arguments: str, stdin: str | None = None, timeout_s: float = 60.0, c
     if check and done.returncode != 0:
         raise AssertionError(f"docker {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
+
+
+@contextmanager
+def engine() -> Iterator[sdk.DockerClient]:
+    """The engine through its SDK, for what it knows as data; commands are run as a renter types them."""
+    client = sdk.from_env(version="auto", timeout=60)
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def why_no_engine() -> str:

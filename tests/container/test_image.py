@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.container.engine import PROJECT, build, docker
+from tests.container.engine import PROJECT, build, docker, engine
 
 OTHERS = {
     "python 3.10": "FROM python:3.10-slim-bookworm\n",
@@ -18,7 +18,8 @@ NO_TORCH = "RUN d=$(python3 -c 'import site; print(site.getsitepackages()[0])') 
 
 
 def size(image: str) -> int:
-    return int(docker("inspect", "--format", "{{.Size}}", image))
+    with engine() as client:
+        return int(client.images.get(image).attrs["Size"])
 
 
 def test_the_image_adds_less_than_400_mb(image, torch_base):
@@ -39,8 +40,10 @@ def test_the_history_has_no_secret_and_the_image_no_cache(image, torch_base):
     """
     Nothing is passed in that could be one, and neither pip nor apt leaves anything that the base did not have.
     """
-    history = docker("history", "--no-trunc", "--format", "{{.CreatedBy}}", image).lower()
+    with engine() as client:
+        history = "\n".join(layer["CreatedBy"] for layer in client.images.get(image).history()).lower()
 
+    assert "opt/runner" in history
     assert [] == [word for word in ("token", "password", "secret", "api_key", "aws_", "credential") if word in history]
     assert set() == leftovers(image) - leftovers(torch_base)
 
