@@ -188,10 +188,12 @@ def test_ranks_are_watched_as_long_as_the_launcher_or_its_shim_lives(spec, dead,
     attempt.start(replace(spec, argv=python(rank)))
     until(lambda: len(attempt.live(spec.id).trainers) == 3)
     both = shim_and_launcher(spec)
+    started = {pid: process.identify(pid).started for pid in both}
 
     for index in dead:
         os.kill(both[index], signal.SIGKILL)
-    until(lambda: len(attempt.live(spec.id).trainers) == 3 - len(dead))
+    gone = [both[index] for index in dead]
+    until(lambda: not any(process.is_alive(process.Process(pid, started[pid])) for pid in gone))
 
     assert is_unwatched is attempt.is_unwatched(spec.folder)
 
