@@ -103,6 +103,7 @@ class Setting:
     setup_digest: str
     config_dir: Path  # of job.yaml
     python: str  # the training interpreter
+    num_cards: int
     num_procs: int
     server: Server | None
     withhold: frozenset[str]  # names of the supervisor's own secrets

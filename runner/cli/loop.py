@@ -207,6 +207,7 @@ def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, 
         else "",
         config_dir=loaded.folder,
         python=str(python.path),
+        num_cards=cards,
         num_procs=num_procs,
         server=server,
         withhold=frozenset(SECRETS),
@@ -271,8 +272,7 @@ def _surroundings(folder: RunFolder, server: Server | None, workspace: Path) -> 
 
 
 def _describe(setting: Setting) -> str:
-    cards = machine.count_cards()
-    what = f"{cards} cards" if cards else f"no card, {setting.num_procs} processes on the CPU"
+    what = f"{setting.num_cards} cards" if setting.num_cards else f"no card, {setting.num_procs} processes on the CPU"
     return f"{what}; training with {setting.python}"
 
 

@@ -270,8 +270,8 @@ def has_room(seen: Observed) -> bool:
     """Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less."""
     if seen.free_bytes is None or not seen.local:
         return True
-    needed = max(c.size_bytes for c in seen.local) + max(c.size_bytes for c in seen.local) // 20 + SPARE_BYTES
-    return seen.free_bytes >= needed
+    largest = max(c.size_bytes for c in seen.local)
+    return seen.free_bytes >= largest + largest // 20 + SPARE_BYTES
 
 
 def _subject(state: TaskState) -> str:
