@@ -12,13 +12,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test check bench install clean docs
+.PHONY: run test test-failed check bench install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
 
 test: install
-	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@mkdir -p build && rm -rf build/pytest-cache build/test-exit
+	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests || { echo $$? >build/test-exit; exit 1; }
+
+# What failed in the last `make test`, one after the other: a fault fails again, a machine too busy for a time limit does not.
+test-failed: install
+	@$(ENGINE) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none tests
 
 check: install
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -84,7 +85,8 @@ def _live(argv: list[str], env: dict[str, str], cwd: str) -> int:
         nonlocal asked
         asked = True
         if child is not None:
-            os.kill(child.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it ended just now; an error here would cost its exit code
+                os.kill(child.pid, signal.SIGTERM)
 
     child: subprocess.Popen[bytes] | None = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
