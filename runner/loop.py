@@ -95,7 +95,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.exited(ending, exit_, step=step, reason=reason, at=seen.now))
             world.forget(journal.history.attempts[-1])
         case Interrupt(reason=reason):
-            journal.append(events.interrupted(journal.history.attempts[-1].number, reason))
+            journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
             world.interrupt()
         case Kill(savers=savers):
             world.kill(savers=savers)

@@ -299,6 +299,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "attempt": len(history.attempts),
         "verdict": seen.refusal or None,
         "checkpoints": _checkpoints(seen),
+        "tasks": _tasks(seen),
         "store": f"{job.offload.to}/{job.name}" if job.offload.to else None,
         "deadline_at": seen.deadline_at.isoformat() if seen.deadline_at else None,
         "cost": cost(around.server, around.first_boot_at, seen.now),
@@ -323,6 +324,7 @@ def _step(history: History, seen: Observed) -> int:
 def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
     local = {c.ref for c in seen.local}
     offsite = {c.ref for c in seen.offsite or ()}
+    written = {c.ref: c.written_at.isoformat() for c in (*(seen.offsite or ()), *seen.local)}
     verified = seen.tasks.get(TaskKind.VERIFY)
     name = verified.subject if isinstance(verified, Finished) else ""
     return [
@@ -330,11 +332,21 @@ def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
             "step": ref.step,
             "id": ref.id,
             "lineage": ref.lineage,
+            "written_at": written[ref],
             "local": ref in local,
             "offsite": ref in offsite,
             "verified": ref in offsite or ref.name == name,
         }
         for ref in sorted(local | offsite)
+    ]
+
+
+def _tasks(seen: Observed) -> list[Mapping[str, Any]]:
+    """Slow work under way."""
+    return [
+        {"kind": kind, "subject": state.subject, "progress": state.progress, "note": state.note}
+        for kind, state in seen.tasks.items()
+        if isinstance(state, Running)
     ]
 
 

@@ -193,9 +193,22 @@ def test_status_has_what_scripts_ask_for():
     assert ("j", 500, 1, "31.72 EUR", "srv_abcdef", "succeeded", 0) == tuple(
         told[k] for k in ("job", "step", "attempt", "cost", "server", "outcome", "exit_code")
     )
-    assert [{"step": 500, "id": "0123abcd", "lineage": 1, "local": True, "offsite": True, "verified": True}] == told[
-        "checkpoints"
-    ]
+    where = {"local": True, "offsite": True, "verified": True}
+    identity = {"step": 500, "id": "0123abcd", "lineage": 1, "written_at": checkpoint().written_at.isoformat()}
+    assert [identity | where] == told["checkpoints"]
+
+
+def test_status_tells_of_slow_work():
+    """
+    How far an upload is shows from outside.
+    """
+    running = Running(subject="step-00000500-0123abcd", started_at=NOW, progress=0.4, note="31 MB/s")
+    seen = replace(SEEN, tasks={TaskKind.UPLOAD: running, TaskKind.SURVEY: None})
+
+    told = status(JOB, History(), seen, AROUND, "")
+
+    expected = {"kind": "upload", "subject": "step-00000500-0123abcd", "progress": 0.4, "note": "31 MB/s"}
+    assert [expected] == told["tasks"]
 
 
 def test_opening_and_closing_say_where_the_weights_go():

@@ -44,8 +44,8 @@ def launched(attempt: Attempt) -> Event:
     }
 
 
-def interrupted(number: int, reason: str) -> Event:
-    return {"event": "interrupted", "number": number, "reason": reason}
+def interrupted(number: int, reason: str, at: datetime) -> Event:
+    return {"event": "interrupted", "number": number, "reason": reason, "at": at.isoformat()}
 
 
 def exited(ending: Ending, exit_: Exit, *, step: int, reason: str, at: datetime) -> Event:

@@ -19,7 +19,7 @@ ATTEMPT = Attempt(number=1, id="a", resume=Ref(1, 5, 1, "0" * 8), lineage=1, boo
 def a_life(journal):
     journal.append(events.accepted("d", NOW))
     journal.append(events.launched(ATTEMPT))
-    journal.append(events.interrupted(1, "SIGTERM"))
+    journal.append(events.interrupted(1, "SIGTERM", NOW))
     journal.append(events.exited(Ending.INTERRUPTED, Exit(code=0), step=7, reason="", at=NOW))
     journal.append(events.concluded(Conclusion(outcome=Outcome.STOPPED, reason="asked", at=NOW)))
     journal.append(events.stop_sent("life", keep=True, at=NOW))
@@ -55,7 +55,7 @@ def test_any_prefix_can_be_read_and_gone_on_with(tmp_path):
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         before = read(path)
-        after = Journal(path, Disk()).append(events.interrupted(9, "again"))
+        after = Journal(path, Disk()).append(events.interrupted(9, "again", NOW))
         assert replace(before, interrupted=9) == after == read(path)
 
 
@@ -95,9 +95,9 @@ def test_a_full_disk_does_not_silence_the_journal(tmp_path):
     journal = Journal(tmp_path / "j", disk)
     disk.full = True
 
-    journal.append(events.interrupted(7, "x"))
+    journal.append(events.interrupted(7, "x", NOW))
 
     assert 7 == read(tmp_path / "j").interrupted
     disk.full = True
     with pytest.raises(OSError, match="No space"):
-        journal.append(events.interrupted(8, "y"))
+        journal.append(events.interrupted(8, "y", NOW))

@@ -1,0 +1,60 @@
+"""`events`: what the runner did, one line each, as its journal has it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from runner.cli.output import out
+from runner.cli.runs import find_run, is_alive
+from runner.storage import journal
+
+_LOOK_S: Final = 0.5
+_SHOWN_FIRST: Final = ("event", "at")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line, as in the journal")
+
+
+def run(args: argparse.Namespace) -> int:
+    run_dir = find_run(args.run, os.environ)
+    told = 0
+    while True:
+        lives = args.follow and is_alive(run_dir)  # before the read: what came after is read in the next turn
+        told = _tell(run_dir / "journal.jsonl", told, as_json=args.json)
+        if not lives:
+            return 0
+        time.sleep(_LOOK_S)
+
+
+def _tell(path: Path, told: int, *, as_json: bool) -> int:
+    """Tell what comes after the first `told` events; returns how many there are."""
+    events = journal.events(path)
+    for event in events[told:]:
+        out(json.dumps(event, sort_keys=True) if as_json else describe(event))
+    return len(events)
+
+
+def describe(event: Mapping[str, Any]) -> str:
+    """`2026-01-01 03:12:40  exited  ending=failed code=1 …`; what is empty is left out."""
+    at = event.get("at")
+    stamp = f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M:%S}" if at else " " * 19
+    rest = {
+        name: value
+        for name, value in event.items()
+        if name not in _SHOWN_FIRST and value is not None and value is not False and value != ""
+    }
+    return f"{stamp}  {event.get('event', '?'):<12} " + " ".join(f"{k}={_show(v)}" for k, v in rest.items())
+
+
+def _show(value: object) -> str:
+    return value if isinstance(value, str) and " " not in value else json.dumps(value, separators=(",", ":"))

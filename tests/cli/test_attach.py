@@ -1,0 +1,215 @@
+"""`attach`: what the screen says, and that nothing typed into it reaches the run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from runner.cli.screen import View, clip, screen
+from runner.probes.cards import CardUse, parse_cards
+from runner.supervise.logs import Line
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+RUNNER = (sys.executable, "-I", "-m", "runner")
+
+
+def _ago(**span: int) -> str:
+    return (NOW - timedelta(**span)).isoformat()
+
+
+STATUS = {
+    "job": "llama-8b-sft",
+    "phase": "RUNNING",
+    "attempt": 2,
+    "step": 1240,
+    "max_steps": 10_000,
+    "loss": 1.23456,
+    "steps_per_s": 0.95,
+    "eta_s": 9200.0,
+    "deadline_at": (NOW + timedelta(hours=9)).isoformat(),
+    "cost": "12.40 EUR",
+    "server": "srv_1",
+    "store": "s3://bucket/runs/llama-8b-sft",
+    "checkpoints": [
+        {"step": 900, "written_at": _ago(minutes=18), "local": True, "offsite": True},
+        {"step": 1200, "written_at": _ago(minutes=3), "local": True, "offsite": False},
+    ],
+    "tasks": [{"kind": "upload", "subject": "step-00001200-0123abcd", "progress": 0.43, "note": "31 MB/s"}],
+    "message": "checkpoint step-00001200-0123abcd committed: 92.1 GB in 61.0s",
+    "updated_at": _ago(seconds=1),
+}
+CARDS = tuple(
+    CardUse(index=i, use=98, used_bytes=61 * 10**9, total_bytes=80 * 10**9, power=640, temperature=61) for i in range(8)
+)
+LINES = tuple(Line(rank, "stdout", f"loss of rank {rank}") for rank in (0, 1, -1))
+
+
+def _view(**change: object) -> View:
+    return View(**{"status": STATUS, "alive": True, "now": NOW, "cards": CARDS, "lines": LINES, **change})  # type: ignore[arg-type]
+
+
+def test_a_glance_answers_what_a_person_at_night_asks():
+    """
+    Does it run, how far, until when, at what price, what is safe, what do the cards do.
+    """
+    text = "\n".join(screen(_view(), width=80, height=24))
+
+    for expected in (
+        "llama-8b-sft  RUNNING  attempt 2",
+        "12.4%  step 1,240/10,000  loss 1.2346  0.95 steps/s",
+        "about 2h 33m left  deadline in 9h 00m  cost 12.40 EUR",
+        "step 1,200, 3m 00s ago, here, not in the store yet",
+        "step 900, 18m 00s ago, here and in the store",
+        "upload  step-00001200-0123abcd  43% (31 MB/s)",
+        "card 7   98%  61.0 GB of 80.0 GB  640 W  61 °C",
+        "1 | loss of rank 1",
+        "launcher | loss of rank -1",
+        "q detach",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize("width", [20, 80, 300])
+@pytest.mark.parametrize("height", [6, 24, 100])
+def test_a_screen_never_has_more_than_fits(width: int, height: int):
+    """
+    A longer line would wrap, and push the others away.
+    """
+    wide = (*LINES, Line(0, "stdout", "漢字" * 200), Line(0, "stdout", "x" * 10_000))
+
+    lines = screen(_view(lines=wide), width=width, height=height)
+
+    assert len(lines) <= height
+    assert all(line == clip(line, width) for line in lines)
+
+
+def test_a_rank_can_be_looked_at_alone():
+    """
+    And the rule says which.
+    """
+    lines = screen(_view(rank=1), width=80, height=24)
+
+    assert [line for line in lines if " | " in line] == ["1 | loss of rank 1"]
+    assert any(line.startswith("-- rank 1 --") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"alive": False}, "NOT RUNNING (start it again"),
+        ({"alive": False, "status": {**STATUS, "outcome": "succeeded", "exit_code": 0}}, "SUCCEEDED (exit code 0)"),
+        ({"status": {**STATUS, "updated_at": _ago(minutes=5)}}, "as of 5m 00s ago"),
+        ({"status": {}}, "checkpoint  none yet"),
+        ({"status": {**STATUS, "store": None, "checkpoints": STATUS["checkpoints"][1:]}}, "only on this disk"),  # type: ignore[index]
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, object], expected: str):
+    """
+    A run that is dead, over, stale or unsafe does not look like one that is well.
+    """
+    assert expected in "\n".join(screen(_view(**change), width=100, height=24))
+
+
+def test_what_a_card_does_not_tell_is_left_out():
+    """
+    Drivers answer `[N/A]` for single fields, and errors for whole cards.
+    """
+    text = "0, 98, 61000, 81559, 640.12, 700.00, 61\n1, [N/A], 3, 81559, [Not Supported], 700.00, 33\nUnable to determine\n"
+
+    first, second = parse_cards(text)
+
+    assert (98.0, 640.12, 61000 << 20) == (first.use, first.power, first.used_bytes)
+    assert (1, None, None, 33.0) == (second.index, second.use, second.power, second.temperature)
+
+
+# ------------------------------------------------------------------------- in a terminal
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "job" / "logs" / "attempt-0001"
+    folder.mkdir(parents=True)
+    (folder / "launcher.log").write_text("torchrun says hello\n")
+    (tmp_path / "job" / "status.json").write_text(json.dumps(STATUS))
+    return tmp_path / "job"
+
+
+def _read_until(master: int, expected: bytes, seconds: float = 30.0) -> bytes:
+    ends, got = time.monotonic() + seconds, b""
+    while expected not in got and time.monotonic() < ends:
+        if select.select([master], [], [], 0.5)[0]:
+            try:
+                got += os.read(master, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+    assert expected in got, got
+    return got
+
+
+def test_attach_shows_the_run_follows_its_log_and_leaves_on_q(run_dir: Path):
+    """
+    In a real terminal of 80 columns.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [*RUNNER, "attach", str(run_dir)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "TERM": "vt100", "LC_ALL": "C.UTF-8"},
+    )
+    os.close(slave)
+    try:
+        seen = _read_until(master, b"torchrun says hello")
+        assert b"llama-8b-sft" in seen
+        with (run_dir / "logs" / "attempt-0001" / "launcher.log").open("a") as log:
+            log.write("a line that comes later\n")
+        _read_until(master, b"a line that comes later")
+
+        os.write(master, b"q")
+
+        assert 0 == process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_attach_without_a_terminal_says_what_works_there(run_dir: Path):
+    """
+    `docker exec` without -it, cron.
+    """
+    done = subprocess.run(
+        [*RUNNER, "attach", str(run_dir)], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+
+    assert 2 == done.returncode
+    assert "expected a terminal, found none (docker exec needs -it)" in done.stderr
+    assert "logs -f" in done.stderr
+
+
+def test_events_tell_the_journal_one_line_each(run_dir: Path):
+    """
+    For eyes; with --json as it is.
+    """
+    event = {"event": "exited", "ending": "failed", "code": 1, "reason": "CUDA error", "step": 0, "at": NOW.isoformat()}
+    (run_dir / "journal.jsonl").write_text(json.dumps(event) + '\n{"torn')
+
+    plain = subprocess.run([*RUNNER, "events", str(run_dir)], capture_output=True, text=True, check=True)
+    as_json = subprocess.run([*RUNNER, "events", str(run_dir), "--json"], capture_output=True, text=True, check=True)
+
+    assert plain.stdout.rstrip().endswith('exited       ending=failed code=1 reason="CUDA error" step=0')
+    assert [event] == [json.loads(line) for line in as_json.stdout.splitlines()]
