@@ -79,6 +79,40 @@ def test_of_several_who_put_something_new_one_succeeds(store):
     assert not store.put_new("job/MANIFEST.json", b"later")
 
 
+def test_a_small_object_is_replaced_only_as_it_was_seen(store):
+    """
+    Whoever saw an older version, or none where there is one, is refused and changes nothing.
+    """
+    first = store.put_if("job/lease.json", b"1", None)
+    seen = store.get_version("job/lease.json")
+    second = store.put_if("job/lease.json", b"2", first)
+
+    assert (b"1", first) == (seen.content, seen.tag)
+    assert [None, None, None] == [store.put_if("job/lease.json", b"3", tag) for tag in (None, first, '"other"')]
+    assert (b"2", second) == (store.get_version("job/lease.json").content, store.get_version("job/lease.json").tag)
+    assert ["job/lease.json"] == [entry.key for entry in store.list("job/")]
+
+
+def test_nothing_is_replaced_where_nothing_is(store):
+    """
+    An object that was removed meanwhile is not there to be replaced.
+    """
+    assert (None, None) == (store.put_if("job/lease.json", b"1", '"tag"'), store.get_version("job/lease.json"))
+
+
+def test_of_several_who_replace_one_version_one_succeeds(store):
+    """
+    Two runners that take over a dead one's lease at the same moment.
+    """
+    tag = store.put_if("job/lease.json", b"dead", None)
+    with ThreadPoolExecutor(6) as pool:
+        won = list(pool.map(lambda n: store.put_if("job/lease.json", b"%d" % n, tag), range(6)))
+
+    assert 5 == won.count(None)
+    (winner,) = (number for number, new in enumerate(won) if new)
+    assert b"%d" % winner == store.get("job/lease.json")
+
+
 @pytest.mark.parametrize("content", [b"", b"small", LARGE], ids=["empty", "small", "large"])
 def test_a_file_arrives_whole(store, tmp_path, content):
     """

@@ -46,6 +46,14 @@ class Head:
     crc32: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A small object as it was at one moment; `tag` changes with its content."""
+
+    content: bytes
+    tag: str
+
+
 class Store(Protocol):
     """
     A place off this machine. Keys are relative, `a/b/c`.
@@ -71,6 +79,18 @@ class Store(Protocol):
 
     def put_new(self, key: str, content: bytes) -> bool:
         """Store a few bytes unless something is there; False: something is. At most one of two writers gets True."""
+        ...
+
+    def put_if(self, key: str, content: bytes, tag: str | None) -> str | None:
+        """
+        Store a few bytes if the object still has this tag (None: if there is no object); returns the new tag.
+
+        None: it is another object by now. That may be our own, of a try whose answer was lost: look.
+        """
+        ...
+
+    def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
+        """Bytes and tag of one moment, for `put_if`; None if there is no such object."""
         ...
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:

@@ -8,6 +8,8 @@ no checksums, so `head` has none, and whoever wants to be sure reads the bytes b
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -24,12 +26,14 @@ from runner.storage.offsite.contract import (
     Head,
     OffsiteError,
     Sent,
+    Version,
     is_key,
     read_chunks,
 )
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _UNFINISHED: Final = ".unfinished"
+_GUARD: Final = ".guard"  # a lock file beside what `put_if` replaces
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
 
@@ -83,6 +87,28 @@ class FileStore:
                 raise FileExistsError(errno.EEXIST, "there is one", str(target)) from error
             self._disk.rename(temporary, target)  # the run's lock is what then keeps a second writer away
 
+    def put_if(self, key: str, content: bytes, tag: str | None) -> str | None:
+        with self._place(key) as (_, target), self._guarded(target):
+            there = self.get_version(key)
+            if tag != (there.tag if there else None):
+                return None
+            temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+            self._disk.write(temporary, content)
+            self._commit(temporary, target)
+            return _tag(content)
+
+    @contextmanager
+    def _guarded(self, target: Path) -> Iterator[None]:
+        """Nobody else replaces it meanwhile; the lock goes with its process. A disk without locks is an error."""
+        path = target.with_name(f".{target.name}{_GUARD}")
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
+        content = self.get(key, limit_bytes)
+        return None if content is None else Version(content=content, tag=_tag(content))
+
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         head = self.head(key)
         if head is None:
@@ -103,7 +129,7 @@ class FileStore:
             for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0], onerror=_refuse):
                 for name in names:
                     key = (Path(folder) / name).relative_to(self._root).as_posix()
-                    if key.startswith(prefix) and is_key(key) and not key.endswith(_UNFINISHED):
+                    if key.startswith(prefix) and is_key(key) and not key.endswith((_UNFINISHED, _GUARD)):
                         yield from self._entry(key)
 
     def _entry(self, key: str) -> Iterator[Entry]:
@@ -169,6 +195,10 @@ class FileStore:
             final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
             hint = "may this user write there?" if isinstance(error, PermissionError) else ""
             raise OffsiteError(f"{self.address}/{key}: {error.strerror}", hint=hint, final=final) from error
+
+
+def _tag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _remove_if_empty(folder: Path) -> bool:

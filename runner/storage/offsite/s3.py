@@ -47,6 +47,7 @@ from runner.storage.offsite.contract import (
     Head,
     OffsiteError,
     Sent,
+    Version,
     in_parallel,
     is_key,
     read_chunks,
@@ -87,8 +88,8 @@ _PASSING: Final = frozenset(
 _PASSING_STATUS: Final = frozenset({404, 408, 409, 412, 425, 429})
 
 
-def connect(offload: OffloadPolicy, env: Mapping[str, str]) -> S3Client:
-    """A client with time limits and bounded retries. Credentials come from `env`, else from where boto3 looks."""
+def connect(offload: OffloadPolicy, env: Mapping[str, str], *, timeout_s: float = _READ_TIMEOUT_S) -> S3Client:
+    """A client with time limits and bounded retries. `timeout_s`: for one answer. Credentials come from `env`, else from where boto3 looks."""
     endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
     session = boto3.session.Session(
         aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
@@ -98,7 +99,7 @@ def connect(offload: OffloadPolicy, env: Mapping[str, str]) -> S3Client:
     )
     config = Config(
         connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=_READ_TIMEOUT_S,
+        read_timeout=timeout_s,
         retries={"mode": "standard", "total_max_attempts": _MAX_ATTEMPTS},
         max_pool_connections=NUM_THREADS,
         tcp_keepalive=True,
@@ -113,14 +114,21 @@ def connect(offload: OffloadPolicy, env: Mapping[str, str]) -> S3Client:
 
 
 class S3Store:
-    def __init__(self, offload: OffloadPolicy, env: Mapping[str, str], *, part_chunks: int = PART_CHUNKS) -> None:
+    def __init__(
+        self,
+        offload: OffloadPolicy,
+        env: Mapping[str, str],
+        *,
+        part_chunks: int = PART_CHUNKS,
+        timeout_s: float = _READ_TIMEOUT_S,
+    ) -> None:
         self.address = offload.to or ""
         self._bucket, _, prefix = self.address.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_chunks = part_chunks
         self._pace = _Pace(offload.max_bandwidth)
         with self._plain_words(""):
-            self._client = connect(offload, env)
+            self._client = connect(offload, env, timeout_s=timeout_s)
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         parts = _plan_parts(shard, self._part_chunks)
@@ -211,6 +219,34 @@ class S3Store:
                     return False
                 raise
             return True
+
+    def put_if(self, key: str, content: bytes, tag: str | None) -> str | None:
+        condition: _Condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        with self._plain_words(key):
+            try:
+                answer = self._client.put_object(
+                    **self._named(key), **condition, Body=content, ChecksumCRC32=_encode(crc32(content))
+                )
+            except ClientError as error:
+                gone = tag is not None and _code(error) in {"404", "NoSuchKey"}
+                if gone or _code(error) in {"PreconditionFailed", "412"}:
+                    return None
+                raise
+            return answer["ETag"]
+
+    def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
+        with self._plain_words(key):
+            try:
+                answer = self._client.get_object(**self._named(key))
+            except ClientError as error:
+                if _code(error) in {"404", "NoSuchKey"}:
+                    return None
+                raise
+            with closing(answer["Body"]) as body:
+                content = body.read(limit_bytes + 1)
+        if len(content) > limit_bytes:
+            raise OffsiteError(f"{self.address}/{key}: expected at most {limit_bytes} bytes, got more", final=True)
+        return Version(content=content, tag=answer["ETag"])
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         head = self.head(key)
@@ -312,6 +348,11 @@ class _Pace:
             start = max(self._free_at, time.monotonic())
             self._free_at = start + num_bytes / self._rate
         time.sleep(max(0.0, start - time.monotonic()))
+
+
+class _Condition(TypedDict, total=False):
+    IfNoneMatch: str
+    IfMatch: str
 
 
 class _Named(TypedDict):
