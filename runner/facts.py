@@ -45,23 +45,6 @@ class Ending(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One launch of the training command. `ending` is None until its exit is journaled."""
-
-    number: int
-    id: str
-    resume: Ref | None
-    lineage: int
-    boot_id: str
-    launched_at: datetime
-    ending: Ending | None = None
-    exit: Exit | None = None
-    step: int = 0  # last optimizer step seen
-    ended_at: datetime | None = None
-    reason: str = ""  # first error, for a human
-
-
 class Decision(StrEnum):
     """What triage advises after a failed attempt."""
 
@@ -87,6 +70,25 @@ class Diagnosis:
     env: Mapping[str, str]  # the one change that a retry makes
     confidence: str  # high, medium or low
     summary: str = ""  # one line for a human: who, what, and the log to read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of the training command. `ending` is None until its exit is journaled."""
+
+    number: int
+    id: str
+    resume: Ref | None
+    lineage: int
+    boot_id: str
+    launched_at: datetime
+    env: Mapping[str, str] = field(default_factory=dict)  # changes that earlier failures asked for
+    ending: Ending | None = None
+    exit: Exit | None = None
+    step: int = 0  # last optimizer step seen
+    ended_at: datetime | None = None
+    reason: str = ""  # first error, for a human
+    diagnosis: Diagnosis | None = None  # of one that failed
 
 
 class Outcome(StrEnum):
@@ -245,7 +247,7 @@ class Observed:
     exit: Exit | None = None  # of the last attempt, as its shim recorded it
     exit_seen_at: datetime | None = None
     end: EndRecord | None = None  # of the last attempt, as its saver recorded it
-    first_error: str = ""  # of the last attempt, when it ended badly
+    diagnosis: Diagnosis | None = None  # of the last attempt, when it ended badly
     progress: Progress = Progress()
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
     trainers_gone_at: datetime | None = None  # only savers of it are left

@@ -91,8 +91,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             attempt = _attempt(action, seen, world)
             journal.append(events.launched(attempt))
             world.launch(attempt)
-        case RecordExit(ending=ending, exit=exit_, step=step, reason=reason):
-            journal.append(events.exited(ending, exit_, step=step, reason=reason, at=seen.now))
+        case RecordExit(ending=ending, exit=exit_, step=step, reason=reason, diagnosis=diagnosis):
+            journal.append(events.exited(ending, exit_, step=step, reason=reason, at=seen.now, diagnosis=diagnosis))
             world.forget(journal.history.attempts[-1])
         case Interrupt(reason=reason):
             journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
@@ -117,4 +117,5 @@ def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:
         lineage=launch.lineage,
         boot_id=seen.boot_id,
         launched_at=seen.now,
+        env=launch.env,
     )

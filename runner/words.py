@@ -140,10 +140,10 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
         case SetAside(ref=ref):
             return f"set aside {ref.name}: its bytes are not what its manifest says; it is kept as .damaged-{ref.name}"
         case Launch(number=number, resume=None, lineage=lineage):
-            return f"launch attempt {number} from step 0 (lineage {lineage})"
+            return f"launch attempt {number} from step 0 (lineage {lineage}){_changed(action.env)}"
         case Launch(number=number, resume=resume):
             assert resume is not None
-            return f"launch attempt {number} from step {resume.step} ({resume.name})"
+            return f"launch attempt {number} from step {resume.step} ({resume.name}){_changed(action.env)}"
         case RecordExit():
             return _describe_exit(action)
         case Interrupt(reason=reason):
@@ -160,11 +160,18 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return ""
 
 
+def _changed(env: Mapping[str, str]) -> str:
+    """The environment that is not the job's own."""
+    return f" with {', '.join(f'{name}={value}' for name, value in env.items())}" if env else ""
+
+
 def _describe_exit(action: RecordExit) -> str:
     code = action.exit.code
     how = "its exit was not seen" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
     reason = f": {action.reason}" if action.reason and action.ending is Ending.FAILED else ""
-    return f"attempt {action.ending} at step {action.step} ({how}){reason}"
+    found = action.diagnosis if action.ending is Ending.FAILED else None
+    label = f" [{found.label}: {found.cause}]" if found else ""
+    return f"attempt {action.ending} at step {action.step} ({how}){reason}{label}"
 
 
 # --------------------------------------------------------------------------------- progress
@@ -297,6 +304,8 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "steps_per_s": seen.progress.steps_per_s,
         "eta_s": eta_s(seen),
         "attempt": len(history.attempts),
+        "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
+        "last_failure": _last_failure(history),
         "verdict": seen.refusal or None,
         "checkpoints": _checkpoints(seen),
         "tasks": _tasks(seen),
@@ -312,6 +321,16 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "runner_pid": around.runner_pid,
         "updated_at": seen.now.isoformat(),
     }
+
+
+def _last_failure(history: History) -> Mapping[str, Any] | None:
+    """What the last failed attempt died of, as triage says it."""
+    failed = next((a for a in reversed(history.attempts) if a.ending is Ending.FAILED), None)
+    if failed is None:
+        return None
+    found = failed.diagnosis
+    told = {} if found is None else {k: getattr(found, k) for k in ("label", "rank", "cause", "remedy", "decision")}
+    return {"attempt": failed.number, "step": failed.step, "reason": failed.reason, **told}
 
 
 def _step(history: History, seen: Observed) -> int:

@@ -29,6 +29,7 @@ from runner.facts import (
     Attempt,
     Checkpoint,
     Conclusion,
+    Diagnosis,
     Exit,
     Failed,
     Finished,
@@ -292,6 +293,7 @@ class RealWorld:
                 resume=resume,
                 python=setting.python,
                 env=job.env,
+                changes=attempt.env,
                 secrets=setting.secrets,
                 withhold=setting.withhold,
             )
@@ -349,7 +351,7 @@ class _AttemptSight:
         self._leave_sent_at: datetime | None = None
         self._gone_at: datetime | None = None
         self._exit_seen_at: datetime | None = None
-        self._told: tuple[Exit | None, str] | None = None  # how it ended, its first error
+        self._told: tuple[Exit | None, Diagnosis] | None = None  # how it ended, its first error
 
     def look(self, seen: Observed, attempt: Attempt) -> Observed:
         if self.attempt is None or self.attempt.number != attempt.number:
@@ -369,19 +371,19 @@ class _AttemptSight:
             exit=seen_exit,
             exit_seen_at=self._exit_seen_at,
             end=attempts.read_end(folder),
-            first_error=self._first_error(folder, exit_) if live is None else "",
+            diagnosis=self._diagnose(folder, exit_) if live is None else None,
             progress=self._progress,
             leave_sent_at=self._leave_sent_at,
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
         )
 
-    def _first_error(self, folder: Path, exit_: Exit | None) -> str:
+    def _diagnose(self, folder: Path, exit_: Exit | None) -> Diagnosis | None:
         """Logs may be large: they are read once, when the last process of an attempt that failed is gone."""
         if exit_ is not None and exit_.code == 0:
-            return ""
+            return None
         if self._told is None or self._told[0] != exit_:
-            self._told = (exit_, first_error(folder, exit_ or Exit(code=None)).summary)
+            self._told = (exit_, first_error(folder, exit_ or Exit(code=None)))
         return self._told[1]
 
     def _read_page(self, now: datetime) -> None:

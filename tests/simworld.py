@@ -9,6 +9,7 @@ from runner.facts import (
     Attempt,
     Checkpoint,
     Conclusion,
+    Diagnosis,
     Exit,
     Failed,
     Finished,
@@ -58,6 +59,8 @@ class Elsewhere:
     stop_at: datetime | None = None
     sigterms: set[datetime] = field(default_factory=set)
     crash_at_step: dict[int, int] = field(default_factory=dict)  # attempt -> step it dies at
+    diagnoses: dict[int, Diagnosis] = field(default_factory=dict)  # attempt -> what triage says of its end
+    environments: list[dict[str, str]] = field(default_factory=list)  # the changes of each launch
     store_down: tuple[datetime, datetime] | None = None
     store_refuses: bool = False
     deaf: bool = False  # the ranks never answer an interrupt
@@ -109,6 +112,7 @@ class SimWorld:
             live=live,
             exit=self.exit if mine else None,
             end=self.end if mine else None,
+            diagnosis=self.elsewhere.diagnoses.get(last.number) if last else None,
             progress=Progress(step=self.reached, attached=bool(live)),
             leave_sent_at=self.leave_sent_at,
             local=self.dir.committed(),
@@ -252,6 +256,7 @@ class SimWorld:
         if attempt.resume is not None:
             assert attempt.resume in {c.ref for c in self.dir.committed()}
         self.elsewhere.launches.append((attempt.number, attempt.resume.step if attempt.resume else None))
+        self.elsewhere.environments.append(dict(attempt.env))
         self.attempt, self.exit, self.end, self.leave_sent_at = attempt, None, None, None
         self.step = self.reached = attempt.resume.step if attempt.resume else 0
 

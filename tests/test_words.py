@@ -91,6 +91,10 @@ def test_cost_is_what_the_bill_will_say(minutes, expected):
     [
         (Launch(1, None, 1), "launch attempt 1 from step 0 (lineage 1)"),
         (Launch(2, REF, 1), "launch attempt 2 from step 500 (step-00000500-0123abcd)"),
+        (
+            Launch(2, REF, 1, {"NCCL_P2P_DISABLE": "1"}),
+            "launch attempt 2 from step 500 (step-00000500-0123abcd) with NCCL_P2P_DISABLE=1",
+        ),
         (RecordExit(Ending.SUCCEEDED, Exit(code=0), 9, ""), "attempt succeeded at step 9 (exit 0)"),
         (RecordExit(Ending.FAILED, Exit(code=-9), 9, "boom"), "attempt failed at step 9 (signal 9): boom"),
         (RecordExit(Ending.FAILED, Exit(code=None), 9, ""), "attempt failed at step 9 (its exit was not seen)"),

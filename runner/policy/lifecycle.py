@@ -1,10 +1,12 @@
 """The whole life of a job, as one decision."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from runner.facts import (
     Attempt,
+    Diagnosis,
     Ending,
     Exit,
     Failed,
@@ -79,6 +81,7 @@ class Launch:
     number: int
     resume: Ref | None
     lineage: int
+    env: Mapping[str, str] = field(default_factory=dict)  # changes that earlier failures asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class RecordExit:
     exit: Exit
     step: int
     reason: str
+    diagnosis: Diagnosis | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +155,14 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
 
 
 def _may_go_on(history: History, seen: Observed) -> bool:
-    """A limit that was raised since is no end any more."""
+    """A limit that was raised since is no end any more, nor is a machine at fault that this is not."""
+    if history.conclusion is None:
+        return False
+    if history.conclusion.outcome is Outcome.REFUSED:
+        last = history.attempts[-1] if history.attempts else None
+        return last is not None and (last.boot_id != seen.boot_id or last.launched_at > history.conclusion.at)
     limit = limit_at(history, seen)
-    at_limit = history.conclusion is not None and history.conclusion.outcome is Outcome.LIMIT
-    return at_limit and limit is not None and seen.now < limit
+    return history.conclusion.outcome is Outcome.LIMIT and limit is not None and seen.now < limit
 
 
 # ------------------------------------------------------------------------------ while live
@@ -320,8 +328,8 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     else:
         ending = Ending.FAILED
     step = max(seen.progress.step, seen.end.step if seen.end else 0, attempt.step)
-    reason = "" if ending is Ending.SUCCEEDED else seen.first_error
-    return RecordExit(ending, exit_, step, reason)
+    diagnosis = None if ending is Ending.SUCCEEDED else seen.diagnosis
+    return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)
 
 
 def _between_attempts(job: Job, history: History, seen: Observed) -> Action:
@@ -408,19 +416,21 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     floor = resume_floor(history, never=job.checkpoint.resume == NEVER)
     plan = plan_resume(local, offsite, floor=floor, unusable=seen.unusable)
     recent = history.attempts[history.budget_from :]
+    env: Mapping[str, str] = {}
     if recent:
-        match decide_restart(recent, plan.ref, job.restart):
+        users = {*job.env, *job.secrets}
+        match decide_restart(recent, plan.ref, job.restart, users=users, boot_id=seen.boot_id):
             case Succeeded():
                 return Conclude(Outcome.SUCCEEDED, "training is done")
-            case GiveUp(reason=reason):
-                return Conclude(Outcome.GAVE_UP, reason)
+            case GiveUp(reason=reason, outcome=outcome):
+                return Conclude(outcome, reason)
             case Retry(at=at) if seen.now < at:
                 return Wait(at)
-            case Retry():
-                pass
+            case Retry(env=changes):
+                env = changes
     if isinstance(plan, Fetch):
         return _fetch(job, seen, plan.ref)
-    return _launch(job, history, seen, plan, floor)
+    return _launch(history, seen, plan, floor, env, job)
 
 
 def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:
@@ -436,13 +446,15 @@ def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:
     return _begin(TaskKind.RESTORE, ref.name, seen) or Wait()
 
 
-def _launch(job: Job, history: History, seen: Observed, plan: From, floor: int | None) -> Action:
+def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
+    history: History, seen: Observed, plan: From, floor: int | None, env: Mapping[str, str], job: Job
+) -> Action:
     """A run that had a checkpoint never starts over by itself."""
     lost = sorted({*seen.unusable, *seen.damaged})
     if plan.ref is None and floor is not None and lost:
         reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
         return _refuse(Outcome.STORE, reason, job, seen)
-    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage)
+    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage, env)
 
 
 def _refuse_job(reason: str, job: Job, seen: Observed) -> End:

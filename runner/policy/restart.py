@@ -1,11 +1,47 @@
-"""Whether to try again, and when."""
+"""
+Whether to try again, when, and with which one change; and who is to blame if not.
 
-from dataclasses import dataclass
+Triage says what an attempt died of. What it advises is followed where that is certain; where
+it is not, the budget of attempts without progress decides, as it does for what nobody knows.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import islice
+from typing import Final
 
-from runner.facts import Attempt, Ending
+from runner.facts import Attempt, Decision, Diagnosis, Ending, Outcome
 from runner.job import RestartPolicy
 from vramfarm.protocol import Ref
+
+START_UP: Final = timedelta(minutes=10)  # a script that tells no steps is still starting for so long
+
+# Before the first step these end every attempt in the same way.
+_CERTAIN: Final = frozenset({
+    "dataset_missing",
+    "duplicate_gpu",
+    "file_is_lfs_pointer_or_html",
+    "hf_gated_403",
+    "hf_token_401",
+    "missing_module",
+    "s3_bad_key",
+    "s3_no_bucket",
+    "segfault_startup",
+    "state_dict_mismatch",
+    "wrong_arch",
+    "wrong_nproc",
+})  # fmt: skip
+_CERTAIN_LINE: Final = re.compile(
+    r"\b(?:SyntaxError|IndentationError|TabError|ImportError|NameError)\b|"
+    r": error: (?:unrecognized arguments|the following arguments are required|argument )|can't open file '"
+)
+_OF_THE_MACHINE: Final = frozenset({"container", "machine", "nccl", "setup", "shm"})  # categories
+_CHANCE: Final = frozenset({"network_storage", "signal", "unknown"})  # categories: they happen to a job
+_KILLED: Final = "sigkill_unknown"
+_UNSAFE: Final = frozenset({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"})  # runs what a file holds: only a person may say so
+_DIGITS: Final = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,24 +51,35 @@ class Succeeded:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Launch again, no earlier than `at`."""
+    """Launch again, no earlier than `at`, with `env`: the changes that helped, and one new one at most."""
 
     at: datetime
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not launch again; `reason` goes to the journal and to the notifier."""
+    """Do not launch again; `reason` goes to the journal and to the notifier. REFUSED: the machine is to blame."""
 
     reason: str
+    outcome: Outcome = Outcome.GAVE_UP
 
 
 def decide_restart(
-    attempts: tuple[Attempt, ...], newest: Ref | None, policy: RestartPolicy
+    attempts: tuple[Attempt, ...],
+    newest: Ref | None,
+    policy: RestartPolicy,
+    *,
+    users: Collection[str] = (),
+    boot_id: str | None = None,
 ) -> Succeeded | Retry | GiveUp:
     """
-    Count only failed attempts in a row that made no progress: one that moved on is forgiven,
-    one that was interrupted counts for nothing. `newest` is the checkpoint a launch would use now.
+    Return what follows from the last attempt. `newest` is the checkpoint a launch would use now;
+    `users` are names of variables that the user set, which no change touches; `boot_id` is this
+    machine's, in its present life: what another one is to blame for is forgotten here.
+
+    The budget counts only failed attempts in a row that made no progress: one that moved on is
+    forgiven, one that was interrupted counts for nothing.
     """
     last = attempts[-1]
     assert last.ending is not None, "asked about a running attempt"
@@ -40,12 +87,18 @@ def decide_restart(
     if last.ending is Ending.SUCCEEDED:
         return Succeeded()
     if last.ending is Ending.INTERRUPTED:
-        return Retry(at=last.ended_at)
+        return Retry(at=last.ended_at, env=last.env)
+    if boot_id not in {None, last.boot_id} and _blamed(last.diagnosis) is Outcome.REFUSED:
+        return Retry(at=last.ended_at, env=last.env)
+    env = plan_env(attempts, users)
+    is_changed = env != plan_env(attempts, users, offer=False)
+    gave_up = _at_once(attempts) or (None if is_changed else _a_second_time(attempts))
+    if gave_up:
+        return gave_up
     failures = count_failures(attempts, newest)
     if failures >= policy.max_restarts_without_progress:
-        error = last.reason.partition("; see ")[0] or "no error was seen"
-        return GiveUp(reason=f"{failures} attempts in a row made no progress: {error}")
-    return Retry(at=last.ended_at + _delay(failures, policy))
+        return _give_up(f"{failures} attempts in a row made no progress", last)
+    return Retry(at=last.ended_at + _delay(failures, policy), env=env)
 
 
 def count_failures(attempts: tuple[Attempt, ...], newest: Ref | None) -> int:
@@ -67,3 +120,112 @@ def _delay(failures: int, policy: RestartPolicy) -> timedelta:
     exponent = min(max(failures - 1, 0), 32)
     seconds = policy.initial_delay.total_seconds() * policy.backoff_coefficient**exponent
     return min(timedelta(seconds=min(seconds, 86_400)), policy.max_delay)
+
+
+# ------------------------------------------------------------------------- who is to blame
+
+
+def _at_once(attempts: Sequence[Attempt]) -> GiveUp | None:
+    """What no second attempt is needed for."""
+    last = attempts[-1]
+    found = last.diagnosis
+    if found is None or found.confidence != "high":
+        return None
+    if found.decision is Decision.GIVE_UP_MACHINE:
+        return _give_up("this machine is at fault", last)
+    if found.decision is Decision.GIVE_UP_USER and _never_began(attempts, found):
+        return _give_up("it fails before the first step and would again", last)
+    return None
+
+
+def _a_second_time(attempts: Sequence[Attempt]) -> GiveUp | None:
+    """The same failure at the same step is no accident; on one machine's hardware, at no step."""
+    last, before = attempts[-1], _same_failure(attempts)
+    found = last.diagnosis
+    if before is None or found is None:
+        return None
+    if found.category == "machine" and before.boot_id == last.boot_id:
+        return _give_up(f"the same failure ({found.label}) a second time on this machine", last)
+    if _is_same_step(before, last) and not _may_be_chance(found):
+        return _give_up(f"the same failure ({found.label}) at step {last.step} a second time", last)
+    return None
+
+
+def _give_up(why: str, last: Attempt) -> GiveUp:
+    """The reason names the error; who is to blame decides where the job may go on."""
+    error = last.reason.partition("; see ")[0] or "no error was seen"
+    found = last.diagnosis
+    remedy = f"; {found.remedy}" if found and found.remedy and found.confidence == "high" else ""
+    return GiveUp(f"{why}: {error}{remedy}", _blamed(found))
+
+
+def _blamed(found: Diagnosis | None) -> Outcome:
+    if found is None:
+        return Outcome.GAVE_UP
+    if found.decision is Decision.GIVE_UP_MACHINE or found.category in _OF_THE_MACHINE:
+        return Outcome.REFUSED
+    return Outcome.GAVE_UP
+
+
+def _never_began(attempts: Sequence[Attempt], found: Diagnosis) -> bool:
+    """Whether no attempt ever trained, and the last one ended at once with an error that time does not cure."""
+    last = attempts[-1]
+    assert last.ended_at is not None
+    trained = any(a.step > (a.resume.step if a.resume else 0) for a in attempts)
+    known = found.label in _CERTAIN or _CERTAIN_LINE.search(found.primary_line) is not None
+    return known and not trained and last.ended_at - last.launched_at < START_UP
+
+
+def _same_failure(attempts: Sequence[Attempt]) -> Attempt | None:
+    """The failed attempt before the last one, if it failed in the same way at the same place."""
+    last, *before = _failed(attempts)
+    if last.diagnosis is None or not before or before[0].diagnosis is None:
+        return None
+    is_same = _place(last.diagnosis) == _place(before[0].diagnosis)
+    return before[0] if is_same else None
+
+
+def _failed(attempts: Sequence[Attempt]) -> Iterator[Attempt]:
+    """The last two that failed, the newest first."""
+    return islice((a for a in reversed(attempts) if a.ending is Ending.FAILED), 2)
+
+
+def _place(found: Diagnosis) -> tuple[str, str]:
+    """What it was and what it said, numbers aside: ranks that fail together speak in any order."""
+    return found.label, _DIGITS.sub("", found.primary_line)
+
+
+def _is_same_step(one: Attempt, other: Attempt) -> bool:
+    return abs(one.step - other.step) <= 1
+
+
+def _may_be_chance(found: Diagnosis) -> bool:
+    return found.category in _CHANCE or found.label == _KILLED or found.decision is Decision.RETRY_AS_IS
+
+
+# ------------------------------------------------------------------------ the one change
+
+
+def plan_env(attempts: Sequence[Attempt], users: Collection[str], *, offer: bool = True) -> Mapping[str, str]:
+    """
+    The changes of environment for the next attempt: those that helped stay, one that did not
+    goes, and with `offer` one new one comes, if the last failure names one that was never tried.
+    """
+    env = _kept(attempts)
+    found = attempts[-1].diagnosis
+    if not offer or found is None or found.decision is not Decision.RETRY_ENV or not found.env:
+        return env
+    names = set(found.env)
+    tried = any(found.env.items() <= a.env.items() for a in attempts)
+    if tried or names & (set(users) | _UNSAFE):
+        return env
+    return {**env, **found.env}
+
+
+def _kept(attempts: Sequence[Attempt]) -> Mapping[str, str]:
+    """Without the last change if what it was made for came again."""
+    last = attempts[-1]
+    cause = next((a for a in reversed(attempts) if a.env != last.env), None)
+    if cause is None or cause.diagnosis is None or last.diagnosis is None:
+        return last.env
+    return cause.env if cause.diagnosis.label == last.diagnosis.label else last.env

@@ -14,11 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from runner.facts import Attempt, Conclusion, Ending, Exit, History, Outcome
+from runner.facts import Attempt, Conclusion, Decision, Diagnosis, Ending, Exit, History, Outcome
 from runner.storage.disk import Disk
 from vramfarm.protocol import Ref
 
 Event = Mapping[str, Any]
+_LINE_CHARS: Final = 500
 
 
 # Events are made here and folded below, side by side, so that neither can change alone.
@@ -40,6 +41,7 @@ def launched(attempt: Attempt) -> Event:
         "resume": None if attempt.resume is None else asdict(attempt.resume),
         "lineage": attempt.lineage,
         "boot_id": attempt.boot_id,
+        "env": dict(attempt.env),
         "at": attempt.launched_at.isoformat(),
     }
 
@@ -48,15 +50,23 @@ def interrupted(number: int, reason: str, at: datetime) -> Event:
     return {"event": "interrupted", "number": number, "reason": reason, "at": at.isoformat()}
 
 
-def exited(ending: Ending, exit_: Exit, *, step: int, reason: str, at: datetime) -> Event:
+def exited(  # noqa: PLR0913  # the fields of the event
+    ending: Ending, exit_: Exit, *, step: int, reason: str, at: datetime, diagnosis: Diagnosis | None = None
+) -> Event:
     return {
         "event": "exited",
         "ending": ending,
         "code": exit_.code,
         "step": step,
         "reason": reason,
+        "diagnosis": None if diagnosis is None else _dump_diagnosis(diagnosis),
         "at": at.isoformat(),
     }
+
+
+def _dump_diagnosis(diagnosis: Diagnosis) -> Event:
+    """A line of a log may have 64 kB; its beginning tells it apart."""
+    return asdict(replace(diagnosis, primary_line=diagnosis.primary_line[:_LINE_CHARS], env=dict(diagnosis.env)))
 
 
 def concluded(conclusion: Conclusion) -> Event:
@@ -115,6 +125,7 @@ def _attempt(event: Event) -> Attempt:
         lineage=event["lineage"],
         boot_id=event["boot_id"],
         launched_at=datetime.fromisoformat(event["at"]),
+        env=event.get("env") or {},
     )
 
 
@@ -125,8 +136,16 @@ def _ended(attempt: Attempt, event: Event) -> Attempt:
         exit=Exit(code=event["code"]),
         step=event["step"],
         reason=event["reason"],
+        diagnosis=_diagnosis(event.get("diagnosis")),
         ended_at=datetime.fromisoformat(event["at"]),
     )
+
+
+def _diagnosis(fields: Mapping[str, Any] | None) -> Diagnosis | None:
+    """None, too, where a newer runner wrote one with other fields: the budget decides then."""
+    with suppress(TypeError, ValueError, KeyError):
+        return Diagnosis(**{**fields, "decision": Decision(fields["decision"])}) if fields else None
+    return None
 
 
 _TORN: Final = b"#torn\n"  # makes the line before it no JSON, whatever it is

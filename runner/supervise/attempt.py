@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,6 +27,8 @@ SHIM: Final = Path(__file__).with_name("shim.py")
 _SHIM_ROLE: Final = "shim"
 _SAVER_ROLE: Final = "saver"
 _OURS: Final = "VRAMFARM_"
+_FREE_PORT: Final = "<free port>"
+_RANKS_OWN: Final = "$LOCAL_RANK"  # all ranks have one environment: the folder is fresh at least
 
 PREVENTION: Final[Mapping[str, str]] = {
     "NCCL_DEBUG": "WARN",  # says nothing when all is well, and the cause when it is not
@@ -40,7 +43,7 @@ PREVENTION: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """All that one launch needs. Later fields of the environment win: `env`, `secrets`, then ours."""
+    """All that one launch needs. Later fields of the environment win: `changes`, `env`, `secrets`, then ours."""
 
     number: int
     id: str
@@ -56,6 +59,7 @@ class LaunchSpec:
     resume: Path | None = None
     python: str = ""  # the training interpreter: its environment is activated
     saver_python: str = sys.executable
+    changes: Mapping[str, str] = field(default_factory=dict)  # that earlier failures asked for
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     withhold: frozenset[str] = frozenset()  # names of the supervisor's own secrets
@@ -84,12 +88,30 @@ def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
         **evidence,
         **_offline_wandb({**kept, **spec.env, **spec.secrets}),
         **kept,
+        **_filled(spec),
         **spec.env,
         **spec.secrets,
     }
     env |= activated(env, Path(spec.python)) if spec.python else {}
     env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), str(library_dir(spec.run_dir))) if p)
     return env | _protocol(spec)
+
+
+def _filled(spec: LaunchSpec) -> dict[str, str]:
+    """A change names what only a launch knows: a port that is free now, a folder that is this attempt's own."""
+    known = {_FREE_PORT: str(_free_port()), _RANKS_OWN: f"attempt-{spec.number}"} if spec.changes else {}
+    return {name: _put(value, known) for name, value in spec.changes.items()}
+
+
+def _put(text: str, known: Mapping[str, str]) -> str:
+    for place, value in known.items():
+        text = text.replace(place, value)
+    return text
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
 
 
 def activated(env: Mapping[str, str], python: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.facts import Checkpoint, Ending, History, Live, Observed, Outcome, Running, TaskKind
+from runner.facts import Checkpoint, Decision, Diagnosis, Ending, History, Live, Observed, Outcome, Running, TaskKind
 from runner.job import Job
 from runner.policy.lifecycle import Begin, Prune, Wait, decide
 from runner.storage import journal as events
@@ -20,6 +20,21 @@ from vramfarm.protocol import Ref
 
 JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
 HERE_ONLY = JOB.model_copy(update={"offload": Job.model_validate({"command": "x"}).offload})
+GPU_ECC = Diagnosis(
+    label="gpu_ecc",
+    category="machine",
+    rank=1,
+    primary_line="CUDA error: uncorrectable ECC error encountered",
+    primary_line_no=7,
+    cause="a card's memory is wrong",
+    remedy="leave",
+    decision=Decision.GIVE_UP_MACHINE,
+    env={},
+    confidence="high",
+)
+P2P_HANG = replace(
+    GPU_ECC, label="p2p_hang", category="nccl", decision=Decision.RETRY_ENV, env={"NCCL_P2P_DISABLE": "1"}
+)
 
 
 def at(turns):
@@ -98,6 +113,64 @@ def test_no_progress_gives_up_and_stops_the_server(tmp_path):
 
     assert (6, True) == (end.code, end.stop)
     assert [1, 2, 3] == [number for number, _ in elsewhere.launches]
+
+
+def test_a_machine_at_fault_ends_with_its_checkpoint_in_the_store(tmp_path):
+    """
+    The server is stopped after everything is off it, with code 3, so that the job can go on elsewhere.
+    """
+    elsewhere = Elsewhere(crash_at_step={1: 300}, diagnoses={1: GPU_ECC})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (3, True, False) == (end.code, end.stop, end.keep)
+    assert 200 == max(ref.step for ref in elsewhere.store)
+    assert "refused" == elsewhere.outcome.outcome
+
+
+def test_a_new_machine_goes_on_where_another_was_given_up(tmp_path):
+    """
+    What was wrong with that machine is no word about the job.
+    """
+    elsewhere = Elsewhere(crash_at_step={1: 300}, diagnoses={1: GPU_ECC})
+    boot(JOB, tmp_path / "bad", elsewhere)
+    elsewhere.crash_at_step, elsewhere.diagnoses = {}, {}
+
+    end, _ = boot(JOB, tmp_path / "good", elsewhere)
+
+    assert 0 == end.code
+    assert [(1, None), (1, 200)] == elsewhere.launches
+
+
+def test_a_folder_that_moved_to_a_new_machine_goes_on(tmp_path):
+    """
+    The fault is of one boot of one machine: the same boot only stops it again, another one trains.
+    """
+    elsewhere = Elsewhere(crash_at_step={1: 300}, diagnoses={1: GPU_ECC})
+    boot(JOB, tmp_path / "job", elsewhere)
+    assert 3 == boot(JOB, tmp_path / "job", elsewhere)[0].code
+    elsewhere.boots += 1
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert 0 == end.code
+    assert [(1, None), (2, 200)] == elsewhere.launches
+
+
+def test_a_retry_changes_one_thing_and_the_journal_has_it(tmp_path):
+    """
+    The change is in the environment of the next attempt and of those after it, and survives the runner.
+    """
+    elsewhere = Elsewhere(crash_at_step={1: 300, 2: 400}, diagnoses={1: P2P_HANG})
+
+    boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    change = {"NCCL_P2P_DISABLE": "1"}
+    assert [{}, change, change] == elsewhere.environments
+    attempts = history_of(tmp_path / "job").attempts
+    assert elsewhere.environments == [dict(a.env) for a in attempts]
+    assert P2P_HANG == attempts[0].diagnosis
 
 
 def test_sigterm_ends_the_boot_and_not_the_job(tmp_path):

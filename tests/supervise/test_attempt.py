@@ -87,6 +87,28 @@ def test_output_of_the_launcher_is_logged_and_its_input_is_empty(spec):
     assert "out\nerr\nend\n" == launcher_log(spec)
 
 
+def test_a_change_is_in_the_environment_unless_the_user_set_it(spec):
+    """
+    A retry's change wins over the image's environment and over our own; job.yaml wins over it.
+    """
+    changed = replace(
+        spec, changes={"LD_LIBRARY_PATH": "", "NCCL_DEBUG": "INFO", "A": "1"}, env={"A": "2"}, secrets={"B": "3"}
+    )
+
+    env = attempt.environment(changed, {"LD_LIBRARY_PATH": "/foreign"})
+
+    assert ("", "INFO", "2", "3") == tuple(env[name] for name in ("LD_LIBRARY_PATH", "NCCL_DEBUG", "A", "B"))
+
+
+def test_a_change_names_a_port_that_is_free_now(spec):
+    """
+    What only a launch can know is put in at the launch.
+    """
+    changed = replace(spec, changes={"MASTER_PORT": "<free port>"})
+
+    assert 1024 < int(attempt.environment(changed, {})["MASTER_PORT"]) < 65536
+
+
 def test_the_exit_survives_the_runner(spec, tmp_path):
     """
     A runner that is killed right after the launch changes nothing for the attempt.
