@@ -1,4 +1,4 @@
-"""`checkpoints ls|verify|restore`: what can be resumed from, whether its bytes are right, and bringing it here."""
+"""`checkpoints ls|verify|restore|export`: what can be resumed from, whether its bytes are right, bringing it here, and the model in it."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from runner.cli.output import out, out_json, table
+from runner.cli.output import Bar, out, out_json, table
 from runner.cli.runs import find_run
 from runner.cli.status import read_status
 from runner.cli.stores import StoredRun, is_address, open_run
-from runner.errors import RunnerError, StoreError
+from runner.errors import JobError, RunnerError, StoreError
 from runner.facts import Checkpoint
+from runner.job import parse_size
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.words import size, span
 from vramfarm.protocol import MANIFEST, Ref
 
 if TYPE_CHECKING:
-    from runner.storage.offsite.transfer import Survey
+    from runner.storage.export import Source
+    from runner.storage.offsite.transfer import Meter, Survey
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
-_SAY_EVERY_S: Final = 5.0
 _FOLDER: Final = "checkpoints"
+_EXPORT: Final = "write the model as safetensors files, verified, which other programs read"
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _HEAD: Final = ("STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|restore")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|restore|export")
     for name, summary in (
         ("ls", "list them: committed here, and what the run last knew of the store"),
         ("verify", "read every byte and compare it with the manifest"),
@@ -52,6 +54,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "address", metavar="URL", help="s3:// or file:// of one checkpoint, or of a run: then its newest"
     )
     restore.add_argument("folder", metavar="FOLDER", help="where it goes; the checkpoint's own folder is made in it")
+    _configure_export(actions.add_parser("export", help=_EXPORT, description=_EXPORT))
+
+
+def _configure_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "which",
+        metavar="CHECKPOINT|RUN|URL",
+        help="folder of one checkpoint; or a run, here or in the store: its newest",
+    )
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="where the model goes; made if it is not there")
+    parser.add_argument("--dtype", choices=("keep", "bf16"), default="keep", help="bf16: 32-bit floats as bfloat16")
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default="5GB",
+        help="a larger model becomes several files and an index (5GB)",
+    )
+    parser.add_argument(
+        "--part", metavar="NAME", default="model", help="another module that was given to Checkpointer, such as ema"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
             return _ls(args.run, as_json=args.json)
         case "verify":
             return _verify(args.run, as_json=args.json)
-        case _:
+        case "restore":
             return _restore(args.address, Path(args.folder))
+        case _:
+            return _export(args)
 
 
 # -------------------------------------------------------------------------------------- ls
@@ -95,7 +120,8 @@ def _rows_of_store(address: str) -> list[dict[str, Any]]:
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
     run = open_run(address)
-    survey = transfer.survey(run.store, run.job)
+    with Bar() as bar:
+        survey = transfer.survey(run.store, run.job, bar)
     for problem in survey.unusable:
         sys.stderr.write(f"unusable: {problem}\n")
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
@@ -157,8 +183,13 @@ def _verify(which: str | None, *, as_json: bool) -> int:
 
 
 def _differences_here(which: str | None) -> Differences:
+    from runner.storage.offsite.transfer import Meter  # noqa: PLC0415  # slow
+
     directory = CheckpointDir(_place(which)[0], Disk())
-    found = {c.ref.name: list(directory.verify(c.ref)) for c in directory.committed()}
+    checkpoints = directory.committed()
+    with Bar() as bar:
+        meter = Meter(sum(c.size_bytes for c in checkpoints), bar)
+        found = {c.ref.name: list(directory.verify(c.ref, meter.add)) for c in checkpoints}
     return found, list(directory.problems())
 
 
@@ -168,15 +199,18 @@ def _differences_in_store(address: str) -> Differences:
 
     run = open_run(address)
     survey = transfer.survey(run.store, run.job)
-    wanted = [c.ref for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
-    return {ref.name: _differences(run, ref) for ref in wanted}, list(survey.unusable)
+    wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
+    with Bar() as bar:
+        meter = transfer.Meter(sum(c.size_bytes for c in wanted), bar)
+        found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
+    return found, list(survey.unusable)
 
 
-def _differences(run: StoredRun, ref: Ref) -> list[str]:
+def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
     from runner.storage.offsite import OffsiteError, transfer  # noqa: PLC0415  # slow
 
     try:
-        transfer.verify(run.store, run.job, ref)
+        transfer.verify(run.store, run.job, ref, meter.add)
     except OffsiteError as error:
         if not error.final:
             raise
@@ -194,7 +228,8 @@ def _restore(address: str, folder: Path) -> int:
     run = open_run(address)
     checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
     folder.mkdir(parents=True, exist_ok=True)
-    transfer.restore(run.store, run.job, checkpoint.ref, CheckpointDir(folder, Disk()), Meter())
+    with Bar() as bar:
+        transfer.restore(run.store, run.job, checkpoint.ref, CheckpointDir(folder, Disk()), bar)
     out(str(folder / checkpoint.ref.name))
     return 0
 
@@ -210,17 +245,71 @@ def _choose(address: str, name: str, survey: Survey) -> Checkpoint:
     return max(found, key=lambda checkpoint: checkpoint.ref)
 
 
-class Meter:
-    """Progress for a person, on standard error: a line whenever five seconds have passed."""
+# ---------------------------------------------------------------------------------- export
 
-    def __init__(self) -> None:
-        self._next = 0.0
 
-    def __call__(self, fraction: float, note: str) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _SAY_EVERY_S
-            sys.stderr.write(f"{fraction:4.0%} {note}\n")
-            sys.stderr.flush()
+def _export(args: argparse.Namespace) -> int:
+    """Exit 0 only if the whole model is there, durably, and every byte of it was what the manifest says."""
+    from runner.storage.export import Wish, export  # noqa: PLC0415  # slow
+
+    try:
+        wish = Wish(part=args.part, max_file_bytes=parse_size(args.max_shard_size), as_bf16=args.dtype == "bf16")
+    except ValueError as error:
+        raise JobError(f"--max-shard-size: {error}") from None
+    source = _source(args.which)
+    with Bar() as bar:
+        done = export(source, Path(args.to), wish, Disk(), bar)
+    if done.left_out:
+        sys.stderr.write(f"left out, no tensors of the model: {', '.join(done.left_out)}\n")
+    if not args.json:
+        for name in done.files:
+            out(str(Path(args.to) / name))
+        return 0
+    out_json(
+        {
+            "checkpoint": source.manifest.ref.name,
+            "step": source.manifest.step,
+            "folder": args.to,
+            "files": done.files,
+            "num_tensors": done.num_tensors,
+            "size_bytes": done.size_bytes,
+            "left_out": done.left_out,
+        }
+    )
+    return 0
+
+
+def _source(which: str) -> Source:
+    from runner.storage.export import HereSource, StoreSource  # noqa: PLC0415  # slow
+    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+
+    if is_address(which):
+        run = open_run(which)
+        checkpoint = _choose(which, run.checkpoint, transfer.survey(run.store, run.job))
+        return StoreSource(run.store, run.job, checkpoint.ref)
+    path = Path(which).absolute()
+    is_one = (path / MANIFEST).is_file()
+    if not is_one:
+        _refuse_pickles(path)
+    directory = CheckpointDir(path.parent if is_one else _place(which)[0], Disk())
+    found = [c.ref for c in directory.committed() if not is_one or c.ref.name == path.name]
+    if not found:
+        problems = "; ".join(p for p in directory.problems() if not is_one or p.startswith(path.name))
+        raise StoreError(
+            f"{which}: expected a whole checkpoint: {problems or 'none is there'}",
+            hint="vramfarm-runner checkpoints ls",
+        )
+    return HereSource(directory, max(found))
+
+
+def _refuse_pickles(path: Path) -> None:
+    """A folder of somebody else's engine: say why it is not read, in place of that it is no run."""
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLES) if path.is_dir() else []
+    if pickles:
+        raise StoreError(
+            f"{path}: expected a checkpoint with {MANIFEST} and .safetensors files, found {pickles[0]}; "
+            "a pickle can run code and is not read",
+        )
 
 
 def _place(which: str | None) -> tuple[Path, Path | None]:

@@ -34,7 +34,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "events": "what the runner did, one line each",
     "triage": "the first real error of a log, and what to do about it",
     "stop": "save, end the job, stop the server",
-    "checkpoints": "list, verify or restore checkpoints",
+    "checkpoints": "list, verify, restore or export checkpoints",
     "simulate": "a local VRAMfarm: rent 'servers' on this machine",
 }
 _INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+import time
+from types import TracebackType
+from typing import Any, Final, Self
+
+from runner.words import span
+
+_SAY_EVERY_S: Final = 5.0  # into a file
+_DRAW_EVERY_S: Final = 0.1  # on a terminal
+_BAR_CELLS: Final = 24
 
 
 def out(text: str) -> None:
@@ -21,3 +29,40 @@ def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+class Bar:
+    """
+    Progress for a person, on standard error: a bar on a terminal, elsewhere a line every five seconds.
+
+    What is over at once shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._next = self._began + (_DRAW_EVERY_S if self._is_terminal else _SAY_EVERY_S)
+        self._drawn = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave the terminal's line as it was found."""
+        if self._drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def __call__(self, fraction: float, note: str) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (_DRAW_EVERY_S if self._is_terminal else _SAY_EVERY_S)
+        left = f"{span((now - self._began) * (1 - fraction) / fraction)} left" if fraction > 0 else ""
+        if self._is_terminal:
+            self._drawn = True
+            full = round(_BAR_CELLS * fraction)
+            sys.stderr.write(f"\r\x1b[K[{'#' * full}{'.' * (_BAR_CELLS - full)}] {fraction:4.0%} {left}  {note}")
+        else:
+            sys.stderr.write(f"{fraction:4.0%} {left}  {note}\n")
+        sys.stderr.flush()

@@ -18,7 +18,7 @@ Nothing in the folder is trusted: what is broken or hostile is reported and pass
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,11 +98,16 @@ class CheckpointDir:
             raise StoreError(f"{self.path(ref)}: expected a committed checkpoint, got {found}")
         return found
 
-    def verify(self, ref: Ref) -> tuple[str, ...]:
-        """Read every byte; return what differs from the manifest, nothing if all is well."""
+    def verify(self, ref: Ref, read: Callable[[str, int], None] = lambda _path, _num_bytes: None) -> tuple[str, ...]:
+        """
+        Read every byte; return what differs from the manifest, nothing if all is well.
+
+        `read` is called from any thread with a shard's path and how many bytes of it were read.
+        """
         manifest, folder = self.manifest(ref), self.path(ref)
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            return tuple(p for found in pool.map(lambda s: _verify_shard(folder, s), manifest.shards) for p in found)
+            verified = pool.map(lambda shard: _verify_shard(folder, shard, read), manifest.shards)
+            return tuple(problem for found in verified for problem in found)
 
     def remove(self, ref: Ref) -> None:
         """Out of sight in one durable rename; the bytes follow."""
@@ -230,12 +235,14 @@ def _missing(folder: Path, shards: tuple[Shard, ...]) -> str:
     return ""
 
 
-def _verify_shard(folder: Path, shard: Shard) -> list[str]:
+def _verify_shard(folder: Path, shard: Shard, read: Callable[[str, int], None]) -> list[str]:
     problems = []
     try:
         with (folder / shard.path).open("rb") as file:
             for index, expected in enumerate(shard.checksums):
-                found = crc32(file.read(min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)))
+                content = file.read(min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES))
+                found = crc32(content)
+                read(shard.path, len(content))
                 if found != expected:
                     problems.append(f"{shard.path}: chunk {index}: expected crc32 {expected:08x}, got {found:08x}")
     except OSError as error:  # a disk that cannot read its bytes back is damage, too

@@ -60,15 +60,17 @@ class Survey:
 # ----------------------------------------------------------------------------------- survey
 
 
-def survey(store: Store, job: str) -> Survey:
+def survey(store: Store, job: str, progress: Progress = lambda _fraction, _note: None) -> Survey:
     """Look at all of a job in a store; reads manifests, no shard."""
     outcome, problems = _read_outcome(store, job)
     whole = []
-    for name, entries in _list_checkpoints(store, job).items():
+    listed = _list_checkpoints(store, job)
+    for number, (name, entries) in enumerate(listed.items()):
+        progress(number / len(listed), name)
         if MANIFEST not in entries:
             continue  # not there: its upload has not ended, or its removal has begun
         try:
-            manifest = _read_manifest(store, job, name)
+            manifest = read_manifest(store, job, name)
             _expect_listed(manifest, entries)
             whole.append(describe(manifest))
         except (OffsiteError, ProtocolError) as error:
@@ -110,7 +112,8 @@ def _is_name(name: str) -> bool:
     return True
 
 
-def _read_manifest(store: Store, job: str, name: str) -> Manifest:
+def read_manifest(store: Store, job: str, name: str) -> Manifest:
+    """The manifest of the checkpoint with this name; `damaged` if it is none."""
     key = f"{job}/checkpoints/{name}/{MANIFEST}"
     raw = store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
     if raw is None:
@@ -148,7 +151,7 @@ def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress:
     sent, and what to do about it is the caller's decision.
     """
     manifest, source = directory.manifest(ref), directory.path(ref)
-    meter = _Meter(manifest.size_bytes, progress)
+    meter = Meter(manifest.size_bytes, progress)
     for shard in manifest.shards:
         key = _key(job, ref, shard)
         if _differs(store, key, shard):
@@ -164,7 +167,7 @@ def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress:
 def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> None:
     """The commit. A lost answer, or a copy that was restored and comes back, is no conflict."""
     key = f"{job}/checkpoints/{manifest.ref.name}/{MANIFEST}"
-    if not store.put_new(key, raw) and _read_manifest(store, job, manifest.ref.name) != manifest:
+    if not store.put_new(key, raw) and read_manifest(store, job, manifest.ref.name) != manifest:
         raise OffsiteError(
             f"{store.address}/{key}: expected no manifest or ours, got another one",
             hint="does another run use this name? give this job a name of its own",
@@ -217,13 +220,20 @@ def _words(head: Head) -> str:
 # ----------------------------------------------------------------------------------- verify
 
 
-def verify(store: Store, job: str, ref: Ref) -> Manifest:
-    """The manifest of a checkpoint whose every shard has its size and checksum, as the store reports them."""
-    manifest = _read_manifest(store, job, ref.name)
+def verify(
+    store: Store, job: str, ref: Ref, read: Callable[[str, int], None] = lambda _path, _num_bytes: None
+) -> Manifest:
+    """
+    The manifest of a checkpoint whose every shard has its size and checksum, as the store reports them.
+
+    `read` is called with the path and the size of each shard that was compared.
+    """
+    manifest = read_manifest(store, job, ref.name)
     for shard in manifest.shards:
         key = _key(job, ref, shard)
         if problem := _differs(store, key, shard):
             raise _damaged(store, key, problem)
+        read(shard.path, shard.size_bytes)
     return manifest
 
 
@@ -238,7 +248,7 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     for checkpoint in directory.committed():
         if checkpoint.ref == ref:
             return checkpoint
-    manifest = _read_manifest(store, job, ref.name)
+    manifest = read_manifest(store, job, ref.name)
     if manifest.ref != ref:
         raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
     try:
@@ -277,7 +287,7 @@ class _Target:
 
 
 def _fetch_all(store: Store, job: str, manifest: Manifest, target: _Target, progress: Progress) -> None:
-    meter = _Meter(manifest.size_bytes, progress)
+    meter = Meter(manifest.size_bytes, progress)
 
     def fetch(chunk: tuple[Shard, int]) -> None:
         shard, index = chunk
@@ -301,6 +311,11 @@ def _fetch_chunk(store: Store, key: str, shard: Shard, index: int) -> bytes:
         if _is_chunk(content, shard, index):
             return content
     raise _damaged(store, key, f"chunk {index}: expected crc32 {shard.checksums[index]:08x}, got {crc32(content):08x}")
+
+
+def read_chunk(store: Store, job: str, ref: Ref, shard: Shard, index: int) -> bytes:
+    """One chunk of a checkpoint, compared on its way; `damaged` if the store has another one."""
+    return _fetch_chunk(store, _key(job, ref, shard), shard, index)
 
 
 def _is_chunk(content: bytes, shard: Shard, index: int) -> bool:
@@ -377,7 +392,7 @@ def _publish_file(store: Store, key: str, source: Path) -> None:
 # --------------------------------------------------------------------------------- progress
 
 
-class _Meter:
+class Meter:
     """Adds up bytes from several threads and tells each whole percent."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
