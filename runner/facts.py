@@ -89,6 +89,9 @@ class Attempt:
     ended_at: datetime | None = None
     reason: str = ""  # first error, for a human
     diagnosis: Diagnosis | None = None  # of one that failed
+    world_size: int = 0  # processes it was started with; 0: not written down
+    global_batch: int = 0  # samples a step, where job.yaml says it
+    steps_per_s: float = 0.0  # at its end
 
 
 class Outcome(StrEnum):
@@ -262,6 +265,8 @@ class Observed:
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
     refusal: str = ""  # preflight's verdict against this machine
+    num_procs: int = 0  # that a launch starts: one a card
+    global_batch: int = 0  # samples a step, where job.yaml says it
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine
     stop_requested: bool = False  # by the operator: the job ends

@@ -27,6 +27,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     Tag,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -220,8 +221,32 @@ class ModelSize(Model):
 
 
 class Batch(Model):
-    global_: int = Field(gt=0, alias="global", description="Samples per optimizer step, all cards together.")
+    global_: int = Field(
+        gt=0,
+        alias="global",
+        description="Samples per optimizer step, all cards together: per_card x cards x accumulation.",
+    )
     per_card: int = Field(gt=0, description="Samples a card takes at once.")
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> Batch:
+        refuse_uneven(self, 1)
+        return self
+
+    def largest_per_card(self, cards: int) -> int | None:
+        """The largest `per_card`, not above the wished one, that keeps `global` on so many cards; None: there is none."""
+        most = min(self.per_card, self.global_ // cards)
+        return next((n for n in range(most, 0, -1) if self.global_ % (n * cards) == 0), None)
+
+
+def refuse_uneven(batch: Batch, cards: int) -> None:
+    """`ValueError` where `global` is not per_card x cards x a whole number."""
+    if batch.global_ % (batch.per_card * cards) == 0:
+        return
+    unit = f"per_card {batch.per_card}" + (f" x cards {cards}" if cards > 1 else "")
+    smaller = batch.largest_per_card(cards)
+    cure = f"per_card {smaller} keeps it" if smaller else f"no per_card keeps it on {cards} cards"
+    raise ValueError(f"global {batch.global_} is not a multiple of {unit}; {cure}")
 
 
 class CheckpointPolicy(Model):
@@ -377,7 +402,10 @@ class Job(Model):
         default=(), description="Names only; values come from the environment or /run/secrets."
     )
     model: ModelSize | None = Field(default=None, description="Lets preflight and plan do sums.")
-    batch: Batch | None = Field(default=None, description="The global batch is kept whatever the number of cards.")
+    batch: Batch | None = Field(
+        default=None,
+        description="The global batch is kept whatever the number of cards: accumulation is computed at each start, exported as VRAMFARM_GRAD_ACCUM, and put in for `{grad_accum}`.",
+    )
     checkpoint: CheckpointPolicy = Field(default=CheckpointPolicy(), description="Saving and resuming.")
     offload: OffloadPolicy = Field(default=OffloadPolicy(), description="Copies off this machine.")
     preflight: PreflightPolicy = Field(default=PreflightPolicy(), description="Checks before the job.")
@@ -406,6 +434,14 @@ class Job(Model):
         if isinstance(value, int) and not 1 <= value <= 64:  # noqa: PLR2004  # ranks on one machine
             msg = f"must be all, or 1 to 64, got {value}"
             raise ValueError(msg)
+        return value
+
+    @field_validator("batch")
+    @classmethod
+    def _even(cls, value: Batch | None, info: ValidationInfo) -> Batch | None:
+        cards = info.data.get("cards")
+        if value is not None and isinstance(cards, int):
+            refuse_uneven(value, cards)
         return value
 
     @model_validator(mode="before")

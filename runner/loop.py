@@ -92,7 +92,12 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.launched(attempt))
             world.launch(attempt)
         case RecordExit(ending=ending, exit=exit_, step=step, reason=reason, diagnosis=diagnosis):
-            journal.append(events.exited(ending, exit_, step=step, reason=reason, at=seen.now, diagnosis=diagnosis))
+            rate = seen.progress.steps_per_s
+            journal.append(
+                events.exited(
+                    ending, exit_, step=step, reason=reason, at=seen.now, diagnosis=diagnosis, steps_per_s=rate
+                )
+            )
             world.forget(journal.history.attempts[-1])
         case Interrupt(reason=reason):
             journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
@@ -118,4 +123,6 @@ def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:
         boot_id=seen.boot_id,
         launched_at=seen.now,
         env=launch.env,
+        world_size=seen.num_procs,
+        global_batch=seen.global_batch,
     )

@@ -42,6 +42,7 @@ from runner.facts import (
     TaskState,
 )
 from runner.job import Job
+from runner.policy.batch import accumulation
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import deadline
 from runner.probes.unsaved import find_unsaved
@@ -165,6 +166,8 @@ class RealWorld:
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,
             refusal=self._setting.refusal,
+            num_procs=self._setting.num_procs,
+            global_batch=self._job.batch.global_ if self._job.batch else 0,
             setup_digest=self._setting.setup_digest,
             set_up=self._is_set_up_now(tasks),
             stop_requested=self._folder.stop.exists(),
@@ -290,6 +293,9 @@ class RealWorld:
                 checkpoint_dir=self.checkpoints.root,
                 save_interval_s=job.checkpoint.save_interval.total_seconds(),
                 lineage=attempt.lineage,
+                num_procs=setting.num_procs,
+                batch=job.batch,
+                grad_accum=accumulation(job, setting.num_procs),
                 resume=resume,
                 python=setting.python,
                 env=job.env,
@@ -479,14 +485,9 @@ def fill_command(job: Job, num_procs: int, checkpoint_dir: Path, resume_args: tu
     values = {
         "checkpoint_dir": str(checkpoint_dir),
         "world_size": str(num_procs),
-        "grad_accum": str(_accumulation(job, num_procs)),
+        "grad_accum": str(accumulation(job, num_procs)),
     }
     return split_command(job.command, resume_args=resume_args, values=values)
-
-
-def _accumulation(job: Job, num_procs: int) -> int:
-    """The global batch is kept whatever the number of cards."""
-    return 1 if job.batch is None else max(job.batch.global_ // (job.batch.per_card * num_procs), 1)
 
 
 class _Wake(FileSystemEventHandler):

@@ -41,6 +41,10 @@ class Env:
     RESUME = "VRAMFARM_RESUME"  # folder of the checkpoint to resume from; "none": start at step 0
     END_FILE = "VRAMFARM_END_FILE"  # where the saver writes the `EndRecord`
     SAVER_PYTHON = "VRAMFARM_SAVER_PYTHON"  # interpreter for the saver; default: the rank's own
+    WORLD_SIZE = "VRAMFARM_WORLD_SIZE"  # processes that the launcher starts
+    GRAD_ACCUM = "VRAMFARM_GRAD_ACCUM"  # micro-batches a step; like the next two only where job.yaml has a batch
+    BATCH_PER_CARD = "VRAMFARM_BATCH_PER_CARD"  # samples of a micro-batch
+    GLOBAL_BATCH = "VRAMFARM_GLOBAL_BATCH"  # samples a step, all cards together
     KEEP_LAST = "VRAMFARM_KEEP_LAST"  # only without a supervisor: the saver itself keeps this many
 
 

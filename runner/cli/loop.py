@@ -31,6 +31,7 @@ from runner.facts import History, Server
 from runner.job import Job, OnLimit, ProviderName
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
+from runner.policy.batch import Uneven, split_batch
 from runner.policy.lifecycle import End
 from runner.policy.limits import deadline
 from runner.probes import machine
@@ -198,6 +199,7 @@ def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, 
     python = machine.find_python(job.python)
     cards = machine.count_cards()
     num_procs, refusal = how_many(job, cards)
+    refusal = refusal or _uneven(job, num_procs)
     return Setting(
         job=job,
         identity=None if accept_change else identity(loaded.written),
@@ -230,6 +232,12 @@ def how_many(job: Job, cards: int) -> tuple[int, str]:
     if job.cards > cards:
         return cards, f"{job.cards} cards are asked for (cards), this machine has {cards}"
     return job.cards, ""
+
+
+def _uneven(job: Job, num_procs: int) -> str:
+    """Why this number of cards is refused: the global batch would be another."""
+    split = None if job.batch is None else split_batch(job.batch, num_procs)
+    return split.reason if isinstance(split, Uneven) else ""
 
 
 def _secrets(job: Job, env: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,8 @@ import structlog
 
 from runner.facts import History, Observed
 from runner.job import Job
-from runner.policy.lifecycle import Accept, Action, End, Wait
+from runner.policy.batch import tell_batch
+from runner.policy.lifecycle import Accept, Action, End, Launch, Wait
 from runner.supervise.logs import Follower
 from runner.words import (
     Surroundings,
@@ -104,6 +105,9 @@ class Teller:
         self._tell_grace(first=False)
         if action is not None and (line := describe(action)):
             self._say(line)
+        if isinstance(action, Launch):
+            for line in tell_batch(self._job, action, history, seen):
+                self._log.info(line)
         self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
         self._before = seen
 

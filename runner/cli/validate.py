@@ -14,7 +14,7 @@ from runner.cli.load import LoadedJob, load_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import planned
 from runner.errors import JobError
-from runner.job import ArchiveSource, AtEnd, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
+from runner.job import ArchiveSource, AtEnd, Batch, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
 from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
@@ -29,7 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loaded = load_job(args.named or args.config, os.environ)
-    warnings = [*planned(loaded.job), *_what_is_missing(loaded), *warn(loaded.job, os.environ)]
+    warnings = [
+        *planned(loaded.job),
+        *_what_is_missing(loaded),
+        *_warn_of_batch(loaded.job),
+        *warn(loaded.job, os.environ),
+    ]
     if args.json:
         out_json({"job": loaded.job.model_dump(mode="json", by_alias=True), "warnings": warnings})
         return 0
@@ -72,7 +77,13 @@ def _code(loaded: LoadedJob) -> str:
 
 def _cards(job: Job) -> str:
     cards = "all there are" if job.cards == "all" else f"{job.cards}, or the machine is refused"
-    return f"{cards}; without any, {job.cpu_processes} processes on the CPU" if job.cpu_processes else cards
+    batch = f"; {_batch(job.batch)}" if job.batch else ""
+    return (f"{cards}; without any, {job.cpu_processes} processes on the CPU" if job.cpu_processes else cards) + batch
+
+
+def _batch(batch: Batch) -> str:
+    micro_batches = batch.global_ // batch.per_card
+    return f"{batch.global_} samples a step on any number of them that divides {micro_batches}, {batch.per_card} a card"
 
 
 def _saves(job: Job) -> str:
@@ -135,6 +146,11 @@ def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:
         check_command(job.launcher, Launch(python="python", command=words, num_procs=1, log_dir=code), cwd=code)
     except JobError as error:
         yield str(error)
+
+
+def _warn_of_batch(job: Job) -> Iterator[str]:
+    if job.batch is None and "{grad_accum}" in job.command:
+        yield "command: {grad_accum} is always 1 as long as there is no `batch`"
 
 
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:

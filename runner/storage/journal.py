@@ -42,6 +42,8 @@ def launched(attempt: Attempt) -> Event:
         "lineage": attempt.lineage,
         "boot_id": attempt.boot_id,
         "env": dict(attempt.env),
+        "world_size": attempt.world_size,
+        "global_batch": attempt.global_batch,
         "at": attempt.launched_at.isoformat(),
     }
 
@@ -51,13 +53,21 @@ def interrupted(number: int, reason: str, at: datetime) -> Event:
 
 
 def exited(  # noqa: PLR0913  # the fields of the event
-    ending: Ending, exit_: Exit, *, step: int, reason: str, at: datetime, diagnosis: Diagnosis | None = None
+    ending: Ending,
+    exit_: Exit,
+    *,
+    step: int,
+    reason: str,
+    at: datetime,
+    diagnosis: Diagnosis | None = None,
+    steps_per_s: float | None = None,
 ) -> Event:
     return {
         "event": "exited",
         "ending": ending,
         "code": exit_.code,
         "step": step,
+        "steps_per_s": steps_per_s,
         "reason": reason,
         "diagnosis": None if diagnosis is None else _dump_diagnosis(diagnosis),
         "at": at.isoformat(),
@@ -126,6 +136,8 @@ def _attempt(event: Event) -> Attempt:
         boot_id=event["boot_id"],
         launched_at=datetime.fromisoformat(event["at"]),
         env=event.get("env") or {},
+        world_size=event.get("world_size", 0),  # an older runner did not write it down
+        global_batch=event.get("global_batch", 0),
     )
 
 
@@ -135,6 +147,7 @@ def _ended(attempt: Attempt, event: Event) -> Attempt:
         ending=Ending(event["ending"]),
         exit=Exit(code=event["code"]),
         step=event["step"],
+        steps_per_s=event.get("steps_per_s") or 0.0,
         reason=event["reason"],
         diagnosis=_diagnosis(event.get("diagnosis")),
         ended_at=datetime.fromisoformat(event["at"]),

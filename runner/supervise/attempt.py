@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from runner.errors import JobError
 from runner.facts import Exit, Live
+from runner.job import Batch
 from runner.supervise import process
 from runner.supervise.process import Process
 from vramfarm import protocol
@@ -56,6 +57,9 @@ class LaunchSpec:
     checkpoint_dir: Path
     save_interval_s: float
     lineage: int
+    num_procs: int = 1
+    batch: Batch | None = None
+    grad_accum: int = 1  # micro-batches a step: with these cards they make the global batch
     resume: Path | None = None
     python: str = ""  # the training interpreter: its environment is activated
     saver_python: str = sys.executable
@@ -227,6 +231,18 @@ def _protocol(spec: LaunchSpec) -> dict[str, str]:
         Env.RESUME: "none" if spec.resume is None else str(spec.resume),
         Env.END_FILE: str(spec.folder.resolve() / "end.json"),
         Env.SAVER_PYTHON: spec.saver_python,
+        Env.WORLD_SIZE: str(spec.num_procs),
+    } | _batch(spec)
+
+
+def _batch(spec: LaunchSpec) -> dict[str, str]:
+    """Nothing where job.yaml leaves the batch to the script: a number of ours would be taken for its wish."""
+    if spec.batch is None:
+        return {}
+    return {
+        Env.GRAD_ACCUM: str(spec.grad_accum),
+        Env.BATCH_PER_CARD: str(spec.batch.per_card),
+        Env.GLOBAL_BATCH: str(spec.batch.global_),
     }
 
 

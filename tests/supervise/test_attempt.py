@@ -12,6 +12,7 @@ import pytest
 import vramfarm
 from runner.errors import JobError
 from runner.facts import Exit
+from runner.job import Batch
 from runner.supervise import attempt, process
 from tests.supervise.conftest import until
 from vramfarm.protocol import EndRecord, Env
@@ -371,3 +372,16 @@ def test_a_link_to_an_older_library_is_replaced(tmp_path):
     attempt.link_library(tmp_path)
 
     assert Path(vramfarm.__file__).parent == (tmp_path / "lib" / "vramfarm").resolve()
+
+
+def test_the_batch_is_exported_as_the_job_wishes_it(spec):
+    """
+    What a script needs to keep the global batch; nothing where the job leaves it to the script.
+    """
+    names = (Env.WORLD_SIZE, Env.GRAD_ACCUM, Env.BATCH_PER_CARD, Env.GLOBAL_BATCH)
+    batch = Batch.model_validate({"global": 256, "per_card": 4})
+    wished = attempt.environment(replace(spec, num_procs=4, batch=batch, grad_accum=16), {Env.GRAD_ACCUM: "7"})
+    without = attempt.environment(replace(spec, num_procs=4), {Env.GRAD_ACCUM: "7"})
+
+    assert ["4", "16", "4", "256"] == [wished.get(name) for name in names]
+    assert ["4", None, None, None] == [without.get(name) for name in names]
