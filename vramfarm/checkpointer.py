@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -79,6 +80,7 @@ class Checkpointer:
         if page[Word.ENDED]:
             raise RuntimeError("this attempt's training has ended; under a supervisor there is one Checkpointer")
         self._supervised = run.is_supervised(env)
+        self.grad_accum = run.grad_accum(env)
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
         self._step = 0
@@ -127,7 +129,11 @@ class Checkpointer:
         A step ends when the loop's body comes back, with `accumulate` after that many batches
         (`last_micro_batch` says which one completes the step). What is left of an epoch goes on
         with the next; at the very end it is dropped.
+
+        `accumulate=ckpt.grad_accum` keeps job.yaml's global batch on any number of cards. It is not
+        the default: a loop that steps its optimizer with every batch would be counted wrong.
         """
+        self._compare(accumulate)
         loader = self._loader if loader is None else loader
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
@@ -222,6 +228,13 @@ class Checkpointer:
                 position.next_epoch()
         finally:  # after a break
             self._count_open_step()
+
+    def _compare(self, accumulate: int) -> None:
+        if accumulate != self.grad_accum and Env.GRAD_ACCUM in os.environ:
+            self._say(
+                f"job.yaml's batch is kept by {self.grad_accum} batches a step on these cards, this loop takes {accumulate}: "
+                "pass accumulate=ckpt.grad_accum, and step the optimizer when ckpt.last_micro_batch"
+            )
 
     def _count_open_step(self) -> None:
         """A body that does not come back made a step if the optimizer did. It is not saved now."""

@@ -167,6 +167,12 @@ def is_supervised(env: Mapping[str, str]) -> bool:
     return Env.KEEP_LAST not in env
 
 
+def grad_accum(env: Mapping[str, str]) -> int:
+    """Return how many batches a card takes for one step; 1 where nobody says it."""
+    text = env.get(Env.GRAD_ACCUM, "")
+    return max(int(text), 1) if text.isascii() and text.isdigit() else 1
+
+
 def saver_env(env: Mapping[str, str], choice: Choice) -> dict[str, str]:
     """Return what the saver is told: the same, with the choice that was made."""
     return dict(env) | {

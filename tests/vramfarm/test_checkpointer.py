@@ -474,3 +474,22 @@ def test_want_of_room_says_where_and_how_much(tmp_path):
     assert "" == folder.want_of_room(tmp_path, 1)
     assert why.startswith(f"{tmp_path}: one more checkpoint needs 1210")
     assert "free some space there" in why
+
+
+def test_the_batch_of_the_job_is_kept_by_a_loop_that_asks(tmp_path, monkeypatch, capsys):
+    """
+    Four batches a step on these cards; a loop that takes fewer is told, and counted as it steps.
+    """
+    monkeypatch.setenv(Env.GRAD_ACCUM, "4")
+    model, loader = nn.Linear(4, 2), DataLoader(TensorDataset(torch.ones(8, 4)))
+    completing = []
+
+    ckpt = Checkpointer(model, dir=tmp_path / "kept")
+    for step, _ in ckpt.steps(loader, accumulate=ckpt.grad_accum):
+        completing += [step] if ckpt.last_micro_batch else []
+    quiet = capsys.readouterr().err
+    _, _, other = train(tmp_path, 2)
+
+    assert ([0, 1], 2, 2) == (completing, ckpt.start_step, other.start_step)
+    assert "job.yaml" not in quiet
+    assert "kept by 4 batches a step on these cards, this loop takes 1" in capsys.readouterr().err
