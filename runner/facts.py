@@ -227,13 +227,19 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """The rented machine we are in; `price_per_hour` is a decimal text in `currency`."""
+    """
+    The rented machine we are in; `price_per_hour` is a decimal text in `currency`.
+
+    The commands are for a machine that a program of the user's stops; empty for all others.
+    """
 
     provider: str
     id: str
     price_per_hour: str = ""
     currency: str = "EUR"
     rental_ends_at: str = ""
+    stop_command: tuple[str, ...] = ()
+    status_command: tuple[str, ...] = ()
 
 
 # -------------------------------------------------------------------------------- observed

@@ -25,7 +25,7 @@ from typing import Final
 if __package__ in {None, ""}:  # started by its path under -I: last, so that it shadows nothing
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, with_secrets
+from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyrings, with_each
 from runner.adapters.providers.http import make_send
 from runner.facts import Server, ServerState
 from runner.policy.guard import (
@@ -41,8 +41,8 @@ from runner.policy.guard import (
     hold_until,
     is_due,
     parse_armed,
-    parse_moment,
     parse_word,
+    rearm,
 )
 from runner.supervise.process import Process, be_subreaper, current, end_all, find
 from vramfarm.protocol import Env
@@ -68,16 +68,16 @@ class Guardian:
     def __init__(self, args: Sequence[str], *, runner: Sequence[str], waits: Waits, env: Mapping[str, str]) -> None:
         self._command = (*runner, *args)
         self._waits = waits
-        self._env = with_secrets(env)
+        self._rings = keyrings(env)
+        self._env = self._rings[0]
         self._workspace = Path(env.get("VRAMFARM_WORKSPACE") or "/workspace")
-        self._server = find_server(self._env)
         self._send = make_send()
         self._leaving = False
         self._mark = f"{os.getpid()}-{current().started}"
         self._pid = 0
         self._exit: int | None = None
         self._wake = _listen_for_signals(self._on_leave)
-        self._arm(self._first_armed())
+        self._arm(self._first_armed(find_server(self._env)))
 
     def run(self) -> int:
         """Guard the run to its end; returns the exit code. On a rented server only after that is gone, or SIGTERM."""
@@ -86,39 +86,38 @@ class Guardian:
         except Exception as error:  # noqa: BLE001  # a fault of ours must not leave a server on
             log(f"a fault of the guardian: {error!r}")
             end = End(code=UNEXPECTED, stop=not self._leaving, keep=self._armed.keep, reason="a fault of the guardian")
-        if self._server is None or (end.code == LOCKED and not end.stop):
+        server = self._armed.rented
+        if server is None or (end.code == LOCKED and not end.stop):
             return end.code
         if not end.stop:
             end = self._stay(end)
         else:
             self._hold(end)
         if not self._leaving or self._is_due():  # SIGTERM stops no server, the deadline does
-            self._stop_server(self._server, end)
+            self._stop_server(server, end)
         return end.code
 
     # ------------------------------------------------------------------------- deadline
 
-    def _first_armed(self) -> Armed:
-        server = self._server.id if self._server else ""
-        stored = self._read_armed(server) if server else None
-        if stored is not None:
-            log(f"deadline {_show(stored.deadline_at)}, armed at the first boot")
-            return stored
-        ends = parse_moment(self._server.rental_ends_at) if self._server else None
-        armed = arm(now=datetime.now(UTC), server=server, rental_ends_at=ends, keep=str(self._workspace))
-        log(f"deadline {_show(armed.deadline_at)}, until job.yaml sets one; {_name(self._server)}")
+    def _first_armed(self, found: Server | None) -> Armed:
+        stored = self._read_armed()
+        mine = rearm(stored, found, socket.gethostname()) if stored else None
+        if mine is not None:
+            log(f"deadline {_show(mine.deadline_at)}, armed at the first boot; {_name(mine.rented)}")
+            return mine
+        armed = arm(now=datetime.now(UTC), rented=found, keep=str(self._workspace))
+        log(f"deadline {_show(armed.deadline_at)}, until job.yaml sets one; {_name(found)}")
         return armed
 
-    def _read_armed(self, server: str) -> Armed | None:
+    def _read_armed(self) -> Armed | None:
         path = self._workspace / ".vramfarm" / "guardian.json"
         try:
-            stored = parse_armed(path.read_bytes())
+            return parse_armed(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             log(f"{path}: expected the deadline of an earlier boot, got {error}; armed anew")
             return None
-        return stored if stored.server == server else None  # a folder restored from another server
 
     def _arm(self, armed: Armed) -> None:
         self._armed = armed
@@ -174,7 +173,7 @@ class Guardian:
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
         self._pid, self._exit = 0, None
-        env = self._env | {LIFELINE: str(theirs.fileno()), MARK: self._mark}
+        env = {**self._env, LIFELINE: str(theirs.fileno()), MARK: self._mark}
         try:
             process = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(),))
         except OSError as error:
@@ -218,9 +217,16 @@ class Guardian:
             if isinstance(heard, End):
                 end = heard
             elif heard != self._armed:
-                log(f"deadline {_show(heard.deadline_at)}, set by the runner")
-                self._arm(heard)
+                self._arm(self._told(heard))
         return end
+
+    def _told(self, heard: Armed) -> Armed:
+        """What the runner said, with a line about it."""
+        if heard.rented != self._armed.rented:
+            log(f"{_name(heard.rented)}, by job.yaml")
+        else:
+            log(f"deadline {_show(heard.deadline_at)}, set by the runner")
+        return heard
 
     def _end_at_deadline(self) -> End:
         log(
@@ -271,14 +277,14 @@ class Guardian:
 
     def _stop_server(self, server: Server, end: End) -> None:
         """Ask, read, ask again, until the provider says that the server is gone or SIGTERM ends us."""
-        kept = "the disk is thrown away" if end.keep is None else f"{end.keep} is kept"
-        log(f"asking {server.provider} to stop {server.id}; {kept}")
+        log(f"asking {server.provider} to stop {server.id}")
         teller = _Teller(self._waits.repeat_log)
         answer, tries, known = self._read(server), 0, False
+        log(PROVIDERS[server.provider].explain(self._keep(end), answer))
         while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
             if known and answer.state is ServerState.GONE:
-                log(f"{server.id} is gone: {answer.detail}, {answer.cost or '?'} {server.currency}")
+                log(f"{server.id} is gone: {answer.detail}{_cost(server, answer)}")
                 return
             if tries or answer.state is ServerState.STOPPING:
                 teller.tell(_progress(server, answer))
@@ -295,11 +301,13 @@ class Guardian:
 
     def _read(self, server: Server) -> Answer:
         provider = PROVIDERS[server.provider]
-        return _safely(lambda: provider.read(server, self._env, self._send))
+        return with_each(self._rings, lambda ring: _safely(lambda: provider.read(server, ring, self._send)))
 
     def _ask(self, server: Server, end: End) -> Answer:
-        provider = PROVIDERS[server.provider]
-        return _safely(lambda: provider.stop(server, self._keep(end), end.code, self._env, self._send))
+        provider, keep = PROVIDERS[server.provider], self._keep(end)
+        return with_each(
+            self._rings, lambda ring: _safely(lambda: provider.stop(server, keep, end.code, ring, self._send))
+        )
 
     def _keep(self, end: End) -> Keep:
         """At the deadline the server stops even if its folder cannot be saved."""
@@ -443,6 +451,10 @@ def _show_exit(code: int | None) -> str:
     if code is None:
         return "not started"
     return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+def _cost(server: Server, answer: Answer) -> str:
+    return f", {answer.cost} {server.currency} in all" if answer.cost else ""
 
 
 def _name(server: Server | None) -> str:

@@ -366,7 +366,23 @@ class ProviderPolicy(Model):
         default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment."
     )
     max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
-    stop_command: Texts = Field(default=(), description="With `kind: command`: the program that stops this server.")
+    stop_command: Texts = Field(
+        default=(),
+        description="With `kind: command`: the program that stops this server, as a list of words. Exit 0: the stop was asked for; asked again until the server is gone. `RUNNER_STOP_COMMAND` in the environment does the same even when job.yaml cannot be read.",
+    )
+    status_command: Texts = Field(
+        default=(),
+        description="With `kind: command`: a harmless program that prints `running`, `stopping` or `gone`. Without it nothing says that the server is gone.",
+    )
+
+    @model_validator(mode="after")
+    def _has_its_command(self) -> ProviderPolicy:
+        if (self.kind is ProviderName.COMMAND) == bool(self.stop_command):
+            return self
+        msg = (
+            "stop_command goes with kind: command, and kind: command needs one (or RUNNER_STOP_COMMAND and kind: auto)"
+        )
+        raise ValueError(msg)
 
 
 # ------------------------------------------------------------------------------------- job

@@ -11,8 +11,11 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
+
+from runner.facts import Server
 
 ORPHANED: Final = 75
 
@@ -29,6 +32,10 @@ class Lifeline:
     def deadline(self, at: datetime, *, run: str, keep: str | None, stop_anyway: bool) -> None:
         """`run` is the mark (`Env.RUN`) of all that must end at the deadline."""
         self._send({"deadline": at.isoformat(), "run": run, "keep": keep, "stop_anyway": stop_anyway})
+
+    def server(self, server: Server | None) -> None:
+        """What is stopped at the deadline and at the end, as job.yaml names it; None: nothing."""
+        self._send({"server": None if server is None else asdict(server)})
 
     def end(self, *, code: int, stop: bool, keep: str | None, hold_s: float | None, reason: str) -> None:
         """The last word. After it the guardian does what is left to do."""

@@ -24,11 +24,12 @@ from typing import IO, Any, Final
 from runner.adapters.providers import SECRETS, find_server, with_secrets
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.planned import refuse_planned
+from runner.cli.rental import prove, rented
 from runner.cli.telling import Teller
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import History, Server
-from runner.job import Job, OnLimit, ProviderName
+from runner.job import Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.batch import Uneven, split_batch
@@ -65,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded = load_job(args.config, env)
         refuse_planned(loaded.job)
-        if loaded.job.provider.kind is ProviderName.NONE:
-            server = None
+        server = rented(loaded.job, env)
+        lifeline.server(server)
         end = _run(args, loaded, env, server, lifeline)
     except RunnerError as error:
         _early_end(error, server, lifeline)
@@ -86,6 +87,7 @@ def _run(
     args: argparse.Namespace, loaded: LoadedJob, env: Mapping[str, str], server: Server | None, lifeline: Lifeline
 ) -> End:
     job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
+    server = prove(server, env)
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
         _check_same_job(loaded, folder, accept_change=args.accept_change)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from runner.errors import JobError
-from runner.job import FrameworkName, HangPolicy, Job, PreflightPolicy, ProviderName
+from runner.job import FrameworkName, HangPolicy, Job, PreflightPolicy
 
 _BUILT_FRAMEWORKS: Final = {FrameworkName.AUTO, FrameworkName.VRAMFARM, FrameworkName.NONE}
-_BUILT_PROVIDERS: Final = {ProviderName.AUTO, ProviderName.VRAMFARM, ProviderName.NONE}
 
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework not in _BUILT_FRAMEWORKS, "only scripts that use the library are watched"),
-    ("provider.kind", lambda job: job.provider.kind not in _BUILT_PROVIDERS, "only vramfarm can be asked to stop"),
     ("data", lambda job: bool(job.data), "data is not brought in; do it in setup"),
     ("outputs", lambda job: bool(job.outputs), "only checkpoints and logs are copied to the store"),
     ("notify", lambda job: bool(job.notify), "nobody is told; look with status"),

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from runner.facts import ServerState
+from runner.facts import Server, ServerState
 
 EARLY_ENDS: Final = frozenset({1, 2, 3, 4, 5})  # exit codes that a person wants to look at
 DEFAULT_LIMIT: Final = timedelta(hours=24)
@@ -49,6 +49,7 @@ class Armed:
     keep: str | None
     stop_anyway: bool = False  # at the job's own limit, too, when the folder cannot be saved
     run: str = ""  # the run folder: the mark of its processes
+    rented: Server | None = None  # what is stopped then; None: a machine of one's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +71,27 @@ class Death:
     at: float
 
 
-def arm(*, now: datetime, server: str, rental_ends_at: datetime | None, keep: str) -> Armed:
+def arm(*, now: datetime, rented: Server | None, keep: str) -> Armed:
     """The deadline of a first boot: the default, or the end of the rental if that is earlier."""
     deadline = now + DEFAULT_LIMIT
-    if rental_ends_at is not None:
-        deadline = min(deadline, rental_ends_at)
-    return Armed(server=server, first_boot_at=now, deadline_at=deadline, keep=keep)
+    ends = parse_moment(rented.rental_ends_at) if rented else None
+    if ends is not None:
+        deadline = min(deadline, ends)
+    return Armed(server=_id(rented), first_boot_at=now, deadline_at=deadline, keep=keep, rented=rented)
+
+
+def rearm(stored: Armed, found: Server | None, host: str) -> Armed | None:
+    """
+    What an earlier boot armed, if it was on this server: the one that the environment names, or the
+    one that an earlier job named, on a machine that still has the same name.
+    """
+    if found is not None:
+        return replace(stored, rented=found) if stored.server == found.id else None
+    return stored if stored.rented is not None and stored.rented.id == host else None
+
+
+def _id(rented: Server | None) -> str:
+    return rented.id if rented else ""
 
 
 def is_due(deadline: datetime, now: datetime, ends_mono: float, now_mono: float) -> bool:
@@ -125,9 +141,12 @@ def parse_word(raw: bytes, armed: Armed) -> End | Armed:
     fields = _object(raw)
     if isinstance(fields.get("end"), dict):
         return _parse_end(fields["end"])
+    if "server" in fields:
+        rented = parse_server(fields["server"])
+        return replace(armed, rented=rented, server=_id(rented))
     deadline = parse_moment(fields.get("deadline"))
     if deadline is None:
-        raise ValueError(f"expected a deadline with a zone, or an end, got {str(fields)[:120]}")
+        raise ValueError(f"expected a deadline with a zone, a server, or an end, got {str(fields)[:120]}")
     run = str(fields.get("run") or armed.run)
     keep, stop_anyway = _folder(fields.get("keep", armed.keep)), fields.get("stop_anyway") is True
     return replace(armed, deadline_at=deadline, keep=keep, stop_anyway=stop_anyway, run=run)
@@ -159,6 +178,31 @@ def parse_armed(raw: bytes) -> Armed:
         keep=_folder(fields.get("keep")),
         stop_anyway=fields.get("stop_anyway") is True,
         run=str(fields.get("run") or ""),
+        rented=parse_server(fields.get("rented")),
+    )
+
+
+def parse_server(value: object) -> Server | None:
+    """A server as a JSON object has it; None for null. ValueError if it is something else."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not value.get("provider") or not value.get("id"):
+        raise ValueError(f"expected a server with a provider and an id, got {str(value)[:120]}")
+
+    def text(name: str) -> str:
+        return str(value.get(name) or "")
+
+    def words(name: str) -> tuple[str, ...]:
+        return tuple(map(str, value.get(name) or ()))
+
+    return Server(
+        provider=text("provider"),
+        id=text("id"),
+        price_per_hour=text("price_per_hour"),
+        currency=text("currency"),
+        rental_ends_at=text("rental_ends_at"),
+        stop_command=words("stop_command"),
+        status_command=words("status_command"),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.facts import ServerState
+from runner.facts import Server, ServerState
 from runner.policy.guard import (
     Armed,
     Death,
@@ -23,10 +23,13 @@ from runner.policy.guard import (
     is_due,
     parse_armed,
     parse_word,
+    rearm,
 )
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 WAITS = Waits()
+OURS = Server(provider="vramfarm", id="srv_1")
+BOX = Server(provider="command", id="box", currency="", stop_command=("off", "-h"))
 ARMED = Armed(server="srv_1", first_boot_at=NOON, deadline_at=NOON + timedelta(hours=24), keep="/workspace")
 
 
@@ -39,7 +42,8 @@ def test_there_is_always_a_deadline(rental_ends, hours):
     """
     A day, or what is left of the rental.
     """
-    armed = arm(now=NOON, server="srv_1", rental_ends_at=rental_ends, keep="/workspace")
+    ends = rental_ends.isoformat() if rental_ends else ""
+    armed = arm(now=NOON, rented=Server(provider="vramfarm", id="srv_1", rental_ends_at=ends), keep="/workspace")
 
     assert NOON + timedelta(hours=hours) == armed.deadline_at
 
@@ -135,7 +139,13 @@ def test_the_runners_words_are_understood():
     deadline = parse_word(b'{"deadline": "2026-01-01T07:00:00+01:00", "stop_anyway": false}', ARMED)
     end = parse_word(b'{"end": {"code": 6, "stop": true, "keep": "/w", "hold_s": 1.5, "reason": "a\\nb"}}', ARMED)
 
+    rented = parse_word(
+        b'{"server": {"provider": "command", "id": "box", "stop_command": ["off", "-h"], "currency": ""}}', ARMED
+    )
+
     assert replace(ARMED, deadline_at=datetime(2026, 1, 1, 6, tzinfo=UTC)) == deadline
+    assert replace(ARMED, server="box", rented=BOX) == rented
+    assert replace(ARMED, server="", rented=None) == parse_word(b'{"server": null}', rented)
     assert End(code=6, stop=True, keep="/w", hold_s=1.5, reason="a b") == end
 
 
@@ -153,6 +163,8 @@ def test_the_runners_words_are_understood():
         b'{"end": {"code": 0, "stop": "no"}}',
         b'{"deadline": "07:00"}',
         b'{"deadline": null}',
+        b'{"server": 7}',
+        b'{"server": {"provider": "vast"}}',
     ],
 )
 def test_other_words_are_refused(raw):
@@ -163,12 +175,29 @@ def test_other_words_are_refused(raw):
         parse_word(raw, ARMED)
 
 
+@pytest.mark.parametrize(
+    ("stored", "found", "armed"),
+    [
+        pytest.param(ARMED, OURS, replace(ARMED, rented=OURS), id="this server"),
+        pytest.param(ARMED, replace(OURS, id="srv_2"), None, id="another server"),
+        pytest.param(ARMED, None, None, id="a server then, none now"),
+        pytest.param(replace(ARMED, rented=BOX), None, replace(ARMED, rented=BOX), id="what a job named, here"),
+        pytest.param(replace(ARMED, rented=replace(BOX, id="cage")), None, None, id="what a job named, elsewhere"),
+    ],
+)
+def test_an_earlier_boot_is_remembered_on_the_same_server_only(stored, found, armed):
+    """
+    A folder that came from another machine must not end this one.
+    """
+    assert armed == rearm(stored, found, "box")
+
+
 @given(st.datetimes(timezones=st.just(UTC)), st.text(), st.one_of(st.none(), st.text()))
 def test_what_is_kept_across_boots_comes_back(deadline, server, keep):
     """
     Whatever the values.
     """
-    armed = replace(ARMED, deadline_at=deadline, server=server, keep=keep)
+    armed = replace(ARMED, deadline_at=deadline, server=server, keep=keep, rented=BOX)
 
     assert armed == parse_armed(dump_armed(armed))
 

@@ -1,76 +1,85 @@
-"""What every provider module must do, shown on the one that can be run here."""
+"""What every provider module must do, shown on its API as its reference documents it."""
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.adapters.providers import PROVIDERS, Keep, Reply, find_server, vramfarm, with_secrets
+from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyrings, with_each, with_secrets
 from runner.adapters.providers.http import make_send
-from runner.facts import Server, ServerState
+from runner.facts import ServerState
 from tests.farmhouse import Farmhouse, python
+from tests.providers.clouds import KEY, Cloud, Docker, Fault, RunPod, Vast, programmed, serving
 
-SLEEP = python("import time; time.sleep(600)")
-SERVER = Server(provider="vramfarm", id="srv_4f2a9c")
-ENV = {"VRAMFARM_API_URL": "http://127.0.0.1:9/v1", "VRAMFARM_API_KEY": "vfs_secret-key"}
-NOTHING = Keep(None)
-
-
-class Canned:
-    """A `Send` that answers what it was told to and keeps what was sent."""
-
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
-        self.sent = []
-
-    def __call__(self, method, url, *, headers, body=None):
-        self.sent.append((method, url, dict(headers), body))
-        return self.reply
+RUNNING, STOPPING, GONE, UNKNOWN = (ServerState(word) for word in ("running", "stopping", "gone", "unknown"))
+DISCARD, KEEP = Keep(None), Keep("/workspace")
+HTTP = ("runpod", "vast", "docker")
+WITH_KEY = ("runpod", "vast")
+SEND = make_send(5.0)
 
 
-def _env(house: Farmhouse, server: str) -> dict[str, str]:
-    return {
-        "VRAMFARM_SERVER_ID": server,
-        "VRAMFARM_API_URL": house.url,
-        "VRAMFARM_API_KEY": house.farm.find(server).key,
-        "VRAMFARM_PRICE_PER_HOUR": "0.59",
-    }
+class VRAMfarm(Cloud):
+    """The simulator."""
+
+    name = "vramfarm"
+
+    def __init__(self, house: Farmhouse) -> None:
+        self.house = house
+        self.id = house.rent(python("import time; time.sleep(600)"))
+        house.wait_started(self.id)
+        self.server_key = house.farm.find(self.id).key
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "VRAMFARM_SERVER_ID": self.id,
+            "VRAMFARM_API_URL": self.house.url,
+            "VRAMFARM_API_KEY": self.server_key,
+        }
+
+    def now(self) -> str:
+        now = self.house.wait_stopped(self.id)
+        return "stopped" if now["save"] else "deleted"
 
 
-def test_a_server_is_read_stopped_stopped_again_and_gone(house: Farmhouse):
+@pytest.fixture
+def cloud(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cloud]:
+    """The provider that the test is given by name, with a machine that runs."""
+    match request.param:
+        case "vramfarm":
+            yield VRAMfarm(request.getfixturevalue("house"))
+        case "command":
+            with programmed(tmp_path) as made:
+                yield made
+        case name:
+            made = {"runpod": RunPod, "vast": Vast, "docker": Docker}[name]()
+            with serving(made, tmp_path) as served:
+                yield served
+
+
+def each(*names: str) -> Any:
+    return pytest.mark.parametrize("cloud", names or tuple(PROVIDERS), indirect=True)
+
+
+def read(cloud: Cloud, **env: str) -> Answer:
+    told = {**os.environ, **cloud.env, **env}
+    return PROVIDERS[cloud.name].read(find_server(told), told, SEND)
+
+
+def stop(cloud: Cloud, keep: Keep, **env: str) -> Answer:
+    told = {**os.environ, **cloud.env, **env}
+    return PROVIDERS[cloud.name].stop(find_server(told), keep, 0, told, SEND)
+
+
+def test_every_provider_is_in_the_suite():
     """
-    The whole life over HTTP, with the server's own key.
+    One that is added comes under these rules.
     """
-    server_id = house.rent(SLEEP)
-    house.wait_started(server_id)
-    env, send = _env(house, server_id), make_send(5.0)
-    server = find_server(env)
-    provider = PROVIDERS[server.provider]
-
-    states = [provider.read(server, env, send).state]
-    states += [provider.stop(server, Keep("/workspace"), 0, env, send).state for _ in range(2)]
-    house.wait_stopped(server_id)
-    states.append(provider.read(server, env, send).state)
-
-    running, stopping, gone = ServerState.RUNNING, ServerState.STOPPING, ServerState.GONE
-    assert [running, stopping, stopping, gone] == states
-    assert "complete" == house.server(server_id)["save"]["state"]
-
-
-def test_the_cost_so_far_is_told(house: Farmhouse):
-    """
-    In decimals, as the provider has it.
-    """
-    server_id = house.rent(SLEEP)
-    house.wait_started(server_id)
-    env = _env(house, server_id)
-
-    answer = vramfarm.read(find_server(env), env, make_send(5.0))
-
-    assert "0.1475" == answer.cost
-    house.stop(server_id)
+    assert {*HTTP, "vramfarm", "command"} == set(PROVIDERS)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -81,137 +90,248 @@ def test_an_empty_environment_is_no_rented_server(name):
     assert PROVIDERS[name].identify({}) is None
 
 
-def _json(status, fields, **headers):
-    return Reply(status, json.dumps(fields).encode(), headers)
+@each()
+def test_a_server_knows_itself_by_its_environment_and_only_by_its_own(cloud):
+    """
+    Whoever rents it out, `auto` finds it; a kind that is named finds no other's.
+    """
+    assert cloud.name == find_server(cloud.env).provider
+    assert cloud.name == find_server(cloud.env, cloud.name).provider
+    assert {None} == {find_server(cloud.env, name) for name in (*PROVIDERS, "none") if name != cloud.name}
 
 
-UNKNOWN_REPLIES = [
-    pytest.param(Reply(0, b"no answer"), id="no answer"),
-    pytest.param(Reply(200, b""), id="200 with nothing"),
-    pytest.param(Reply(200, b"<html>login</html>"), id="200 of a proxy"),
-    pytest.param(_json(200, []), id="200 with a list"),
-    pytest.param(_json(200, {"state": "hibernating"}), id="a state we do not know"),
-    pytest.param(_json(200, {"state": None}), id="no state"),
-    pytest.param(Reply(302, b"", {"location": "http://elsewhere"}), id="a redirect"),
-    pytest.param(_json(401, {"code": "invalid_key"}), id="401"),
-    pytest.param(Reply(403, b"<html>Forbidden</html>"), id="403 of a proxy"),
-    pytest.param(Reply(404, b"<html>not found</html>"), id="404 of a proxy"),
-    pytest.param(_json(409, {"code": "invalid_state"}), id="409"),
-    pytest.param(_json(422, {"code": "validation_error"}), id="422"),
-    pytest.param(_json(429, {"code": "rate_limited"}), id="429"),
-    pytest.param(_json(500, {"state": "stopped"}), id="500 that looks like gone"),
-    pytest.param(Reply(200, b"[" * 100_000), id="deep JSON"),
+@each()
+@pytest.mark.parametrize(("keep", "becomes"), [(DISCARD, "deleted"), (KEEP, "stopped")], ids=["discard", "keep"])
+def test_the_intent_decides_the_verb(cloud, keep, becomes):
+    """
+    Read, stop, stop again, gone: what need not be kept is deleted and costs nothing, what must be is not.
+    """
+    states = [read(cloud).state, stop(cloud, keep).state]
+    again = stop(cloud, keep).state
+    now = cloud.now()
+
+    assert [RUNNING, STOPPING] == states
+    assert ("stopped" if cloud.name == "docker" else becomes) == now
+    assert again in {STOPPING, GONE}
+    assert GONE == read(cloud).state
+
+
+@each()
+def test_a_stop_is_explained_in_money(cloud):
+    """
+    What becomes of the disk, and what is billed after it.
+    """
+    seen = read(cloud)
+
+    texts = [PROVIDERS[cloud.name].explain(keep, seen) for keep in (DISCARD, KEEP)]
+
+    assert all("bill" in text or "cost" in text for text in texts)
+    assert (cloud.name == "docker") == (texts[0] == texts[1])
+
+
+@pytest.mark.parametrize(
+    ("cloud", "price", "ends", "keeping"),
+    [
+        ("runpod", "0.69", "", "4.00 USD a month (20 GB)"),
+        ("vast", "2.4", "2027-01-01T00:00:00+00:00", "15.00 USD a month (100 GB)"),
+    ],
+    indirect=["cloud"],
+)
+def test_price_deadline_and_the_cost_of_keeping_are_read(cloud, price, ends, keeping):
+    """
+    Where the environment does not have them, the provider's answer does.
+    """
+    answer = read(cloud)
+
+    assert (price, ends, keeping) == (answer.price_per_hour, answer.ends_at, answer.keeping)
+    assert keeping in PROVIDERS[cloud.name].explain(KEEP, answer)
+
+
+FAULTS = [
+    pytest.param(Fault(401, b'{"error": "Unauthorized."}'), True, id="401"),
+    pytest.param(Fault(403, b"<html>Forbidden</html>"), True, id="403 of a proxy"),
+    pytest.param(Fault(404, b"<html>not found: pod</html>"), False, id="404 of a proxy"),
+    pytest.param(Fault(404, b""), False, id="404 with nothing"),
+    pytest.param(Fault(429, b"{}", (("Retry-After", "17"),)), False, id="429"),
+    pytest.param(Fault(500, b'{"desiredStatus": "EXITED", "success": true}'), False, id="500 that looks like gone"),
+    pytest.param(Fault(302, b"", (("Location", "http://127.0.0.1:9/"),)), False, id="a redirect"),
+    pytest.param(Fault(drops=True), False, id="the answer is lost"),
 ]
 
 
-@pytest.mark.parametrize("reply", UNKNOWN_REPLIES)
-def test_what_is_not_understood_is_unknown_and_never_gone(reply):
+@each(*HTTP)
+@pytest.mark.parametrize(("fault", "refused"), FAULTS)
+def test_what_is_not_understood_is_unknown_and_never_gone(cloud, fault, refused):
     """
-    With something for a person to read, and without the key in it.
+    With something for a person to read, without the key in it, and a word on whether the key was refused.
     """
-    answers = [
-        vramfarm.read(SERVER, ENV, Canned(reply)),
-        vramfarm.stop(SERVER, NOTHING, 0, ENV, Canned(reply)),
-    ]
+    cloud.fault = fault
 
-    assert [ServerState.UNKNOWN] * 2 == [answer.state for answer in answers]
-    assert all(answer.detail and "secret" not in answer.detail for answer in answers)
+    answers = [read(cloud), stop(cloud, KEEP)]
+
+    assert [UNKNOWN] * 2 == [answer.state for answer in answers]
+    assert [refused] * 2 == [answer.refused for answer in answers]
+    assert [17.0 if fault.status == 429 else 0.0] * 2 == [answer.retry_after_s for answer in answers]
+    assert all(answer.detail and KEY not in answer.detail for answer in answers)
 
 
-@pytest.mark.parametrize(
-    ("reply", "read", "stop"),
-    [
-        pytest.param(_json(404, {"code": "not_found"}), ServerState.GONE, ServerState.GONE, id="404 of the API"),
-        pytest.param(_json(401, {"code": "key_revoked"}), ServerState.GONE, ServerState.UNKNOWN, id="its key is over"),
-        pytest.param(_json(202, {"state": "saving"}), ServerState.STOPPING, ServerState.STOPPING, id="saving"),
-        pytest.param(_json(200, {"state": "stopped"}), ServerState.GONE, ServerState.GONE, id="stopped"),
-        pytest.param(_json(200, {"state": "failed"}), ServerState.GONE, ServerState.GONE, id="failed"),
-        pytest.param(
-            _json(409, {"code": "stop_in_progress"}), ServerState.UNKNOWN, ServerState.STOPPING, id="another stop"
-        ),
-    ],
-)
-def test_words_of_the_provider_become_ours(reply, read, stop):
+@each(*HTTP)
+@pytest.mark.parametrize("body", [b"", b"<html>login</html>", b"[]", b"{}", b"[" * 100_000, b'{"state": "sleeping"}'])
+def test_a_state_that_is_not_understood_is_unknown(cloud, body):
     """
-    The key of a server is over only when the server is.
+    200 alone says nothing.
     """
-    assert (read, stop) == (
-        vramfarm.read(SERVER, ENV, Canned(reply)).state,
-        vramfarm.stop(SERVER, NOTHING, 0, ENV, Canned(reply)).state,
+    cloud.fault = Fault(200, body)
+
+    assert UNKNOWN is read(cloud).state
+
+
+@each(*HTTP)
+def test_a_stop_whose_answer_was_lost_is_done(cloud):
+    """
+    It is asked for again, and then it is seen.
+    """
+    cloud.fault = Fault(drops=True)
+    stop(cloud, DISCARD)
+    cloud.fault = None
+
+    assert GONE is read(cloud).state
+
+
+@each(*WITH_KEY)
+def test_the_key_travels_in_a_header_only(cloud):
+    """
+    Addresses are written into logs, of proxies, too.
+    """
+    read(cloud)
+    stop(cloud, KEEP)
+
+    assert {KEY} == {request.key for request in cloud.requests}
+    assert not any(KEY in request.path for request in cloud.requests)
+
+
+@each(*WITH_KEY)
+def test_without_a_key_nothing_is_sent(cloud):
+    """
+    And the name of the missing variable is said.
+    """
+    env = {name: value for name, value in cloud.env.items() if value != KEY} | {"VAST_CONTAINERLABEL": "C.312"}
+    name = next(name for name, value in cloud.env.items() if value == KEY)
+
+    answer = PROVIDERS[cloud.name].read(find_server(cloud.env), env, SEND)
+
+    assert (UNKNOWN, []) == (answer.state, cloud.requests)
+    assert name in answer.detail
+
+
+@each(*WITH_KEY)
+def test_a_key_that_hides_the_right_one_does_not_save_the_server(cloud, tmp_path):
+    """
+    A template set another one of the same name: the one that PID 1 was given, or a file has, is tried, too.
+    """
+    name = next(name for name, value in cloud.env.items() if value == KEY)
+    shadowed = {**cloud.env, name: "key-of-somebody-else"}
+    (tmp_path / "environ").write_text(f"HOME=/root\0{name}={KEY}\0")
+    (tmp_path / name).write_text(f"{KEY}\n")
+    provider, server = PROVIDERS[cloud.name], find_server(cloud.env)
+
+    def ask(rings):
+        return with_each(rings, lambda ring: provider.read(server, ring, SEND)).state
+
+    none = tmp_path / "none"
+    assert UNKNOWN is ask(keyrings(shadowed, none, none))
+    assert RUNNING is ask(keyrings(shadowed, none, tmp_path / "environ"))
+    assert RUNNING is ask(keyrings(shadowed, tmp_path, none))
+
+
+@each(*HTTP)
+def test_a_session_that_was_told_nothing_asks_pid_1(cloud, tmp_path):
+    """
+    Over SSH the provider's variables are missing; those of others are not taken over.
+    """
+    entries = {**cloud.env, "HOME": "/root", "LD_PRELOAD": "x"}
+    (tmp_path / "environ").write_text("".join(f"{name}={value}\0" for name, value in entries.items()))
+
+    env = with_secrets({"PATH": "/bin"}, tmp_path / "none", tmp_path / "environ")
+
+    assert cloud.name == find_server(env).provider
+    assert not {"HOME", "LD_PRELOAD"} & env.keys()
+
+
+@pytest.mark.parametrize(("keep", "becomes"), [(DISCARD, "deleted"), (KEEP, "stopped")], ids=["discard", "keep"])
+def test_a_pods_own_key_works_over_graphql_where_rest_refuses_it(tmp_path, keep, becomes):
+    """
+    RunPod documents that a pod has a key, and not where it is good for anything.
+    """
+    with serving(RunPod(pod_key_is_for_graphql_only=True), tmp_path) as cloud:
+        states = [read(cloud).state, stop(cloud, keep).state, read(cloud).state]
+
+        assert ([RUNNING, STOPPING, GONE], becomes) == (states, cloud.now())
+        assert not any(KEY in request.path for request in cloud.requests)
+
+
+def test_an_instance_that_is_still_stopping_is_not_gone():
+    """
+    Vast: wished stopped, still running.
+    """
+    from runner.adapters.providers.vast import _judge  # noqa: PLC0415
+
+    assert (STOPPING, GONE, GONE, RUNNING) == (
+        _judge("running", "running", "stopped"),
+        _judge("exited", "stopped", "stopped"),
+        _judge("running", "unloaded", "running"),
+        _judge("exited", "running", "running"),
     )
 
 
-def test_an_accounts_key_that_was_revoked_says_nothing_of_the_server():
+@pytest.mark.parametrize(
+    ("command", "state", "said"),
+    [
+        ("true", STOPPING, "exit 0"),
+        ("false", UNKNOWN, "got 1"),
+        ("sh -c 'echo no power; exit 3'", UNKNOWN, "got 3: no power"),
+        ("/no/such/program", UNKNOWN, "no start"),
+        ("'unbalanced", UNKNOWN, "no start"),
+    ],
+)
+def test_exit_0_of_the_stop_command_means_asked_for(command, state, said):
     """
-    A person took the key away; the server may well be there.
+    Anything else is asked for again, and said.
     """
-    env = {**ENV, "VRAMFARM_API_KEY": "vfa_account"}
+    env = {**os.environ, "RUNNER_STOP_COMMAND": command}
 
-    assert ServerState.UNKNOWN is vramfarm.read(SERVER, env, Canned(_json(401, {"code": "key_revoked"}))).state
+    answer = PROVIDERS["command"].stop(find_server(env), KEEP, 0, env, SEND)
+
+    assert state is answer.state
+    assert said in answer.detail
 
 
 @pytest.mark.parametrize(
-    ("keep", "code", "body"),
+    ("command", "state"),
     [
-        (Keep(None), 0, {"save": None, "on_save_failure": "keep_running", "reason": "job_succeeded"}),
-        (
-            Keep("/workspace"),
-            6,
-            {"save": {"path": "/workspace"}, "on_save_failure": "keep_running", "reason": "job_failed"},
-        ),
-        (
-            Keep("/workspace", stop_anyway=True),
-            7,
-            {"save": {"path": "/workspace"}, "on_save_failure": "stop_anyway", "reason": "self_request"},
-        ),
+        ("echo running", RUNNING),
+        ("echo GONE", GONE),
+        ("sh -c 'echo gone; exit 1'", UNKNOWN),
+        ("echo maybe", UNKNOWN),
+        ("", UNKNOWN),
     ],
-    ids=["discard", "keep", "at the deadline"],
 )
-def test_a_stop_says_what_becomes_of_the_disk(keep, code, body):
+def test_only_the_status_command_says_gone(command, state):
     """
-    There is no default: nobody deletes data by leaving a field out.
+    Exit 0 and a word that is known; without the command nothing is known.
     """
-    send = Canned(_json(202, {"state": "stopping"}))
+    env = {**os.environ, "RUNNER_STOP_COMMAND": "false", "RUNNER_STATUS_COMMAND": command}
 
-    vramfarm.stop(SERVER, keep, code, ENV, send)
-
-    method, url, headers, sent = send.sent[0]
-    assert ("POST", "http://127.0.0.1:9/v1/servers/srv_4f2a9c/stop") == (method, url)
-    assert "Bearer vfs_secret-key" == headers["Authorization"]
-    assert body == json.loads(sent)
+    assert state is PROVIDERS["command"].read(find_server(env), env, SEND).state
 
 
-@pytest.mark.parametrize("missing", ["VRAMFARM_API_URL", "VRAMFARM_API_KEY"])
-def test_a_missing_address_or_key_is_named(missing):
+def test_the_stop_command_is_told_what_to_keep(tmp_path):
     """
-    Nothing is sent.
+    By its environment: folder, exit code, and whether the time comes before the data.
     """
-    send = Canned(Reply(200, b""))
+    told = "echo $RUNNER_KEEP $RUNNER_EXIT_CODE ${RUNNER_STOP_ANYWAY:-no}"
+    env = {**os.environ, "RUNNER_STOP_COMMAND": f"sh -c '{told} >{tmp_path}/told'"}
 
-    answer = vramfarm.read(SERVER, {k: v for k, v in ENV.items() if k != missing}, send)
+    PROVIDERS["command"].stop(find_server(env), Keep("/workspace", stop_anyway=True), 7, env, SEND)
 
-    assert (ServerState.UNKNOWN, []) == (answer.state, send.sent)
-    assert missing in answer.detail
-
-
-def test_the_time_a_provider_asks_for_is_passed_on():
-    """
-    Retry-After in seconds; a date or nonsense is none.
-    """
-    times = [
-        vramfarm.read(SERVER, ENV, Canned(_json(429, {}, **{"retry-after": text}))).retry_after_s
-        for text in ("17", "soon", "-3", "")
-    ]
-
-    assert [17.0, 0.0, 0.0, 0.0] == times
-
-
-def test_a_key_may_come_as_a_file(tmp_path: Path):
-    """
-    The environment wins; what is not there is left out.
-    """
-    (tmp_path / "VRAMFARM_API_KEY").write_text("from-a-file\n")
-
-    assert "from-a-file" == with_secrets({}, tmp_path)["VRAMFARM_API_KEY"]
-    assert "from-env" == with_secrets({"VRAMFARM_API_KEY": "from-env"}, tmp_path)["VRAMFARM_API_KEY"]
-    assert {} == with_secrets({}, tmp_path / "none")
+    assert "/workspace 7 1\n" == (tmp_path / "told").read_text()

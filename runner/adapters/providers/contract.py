@@ -36,12 +36,16 @@ class Keep:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the provider said, in our words; `detail` is for a human."""
+    """What the provider said, in our words; `detail` is for a human, amounts are decimal text."""
 
     state: ServerState
     detail: str = ""
-    cost: str = ""  # decimal text, so far
+    cost: str = ""  # so far
     retry_after_s: float = 0.0
+    refused: bool = False  # the key is not accepted; another one may be
+    price_per_hour: str = ""  # where the environment does not tell it
+    ends_at: str = ""  # end of the rental, the same
+    keeping: str = ""  # what a kept disk costs, in words
 
 
 class Provider(Protocol):
@@ -52,9 +56,13 @@ class Provider(Protocol):
         ...
 
     def read(self, server: Server, env: Mapping[str, str], send: Send) -> Answer:
-        """The server's state. Harmless: preflight proves the key with it."""
+        """The server's state. Harmless: the key is proved with it."""
         ...
 
     def stop(self, server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Send) -> Answer:
         """Ask for the stop after a run that ended with exit `code`. Safe to repeat: a stopped server is not an error."""
+        ...
+
+    def explain(self, keep: Keep, seen: Answer) -> str:
+        """What such a stop does to the disk, and what is billed after it."""
         ...

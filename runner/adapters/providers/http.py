@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import encodings.idna  # noqa: F401  # else the first look-up of a name would import it
 import http.client
+import socket
 import ssl
 import time
 import urllib.error
@@ -15,11 +16,12 @@ import urllib.request
 from collections.abc import Mapping
 from email.message import Message
 from typing import IO, Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from runner.adapters.providers.contract import Reply, Send
 
 _LIMIT_BYTES: Final = 1 << 20
+_UNIX: Final = "http+unix://"  # the socket's path, quoted, stands where a host would
 _LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -38,6 +40,8 @@ def make_send(timeout_s: float = 10.0) -> Send:
 
     def send(method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None) -> Reply:
         try:
+            if url.startswith(_UNIX):
+                return _over_socket(method, url, headers, body, timeout_s)
             opener = direct if urlsplit(url).hostname in _LOOPBACK else outside
             request = urllib.request.Request(url, data=body, headers=dict(headers), method=method)  # noqa: S310
             return _exchange(opener, request, timeout_s)
@@ -57,6 +61,31 @@ def _exchange(opener: urllib.request.OpenerDirector, request: urllib.request.Req
     except urllib.error.HTTPError as error:
         with error:
             return Reply(error.code, _read(error, ends), _lower(error.headers))
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket, as Docker's engine speaks it."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _over_socket(method: str, url: str, headers: Mapping[str, str], body: bytes | None, timeout_s: float) -> Reply:
+    place, _, rest = url.removeprefix(_UNIX).partition("/")
+    ends = time.monotonic() + timeout_s
+    connection = _SocketConnection(unquote(place), timeout_s)
+    try:
+        connection.request(method, f"/{rest}", body=body, headers=dict(headers))
+        response = connection.getresponse()
+        return Reply(response.status, _read(response, ends), _lower(response.headers))
+    finally:
+        connection.close()
 
 
 def _read(response: IO[bytes], ends: float) -> bytes:

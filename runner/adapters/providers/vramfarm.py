@@ -11,11 +11,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from runner.adapters.providers.answers import NOT_FOUND, bearer, missing, read_fields, unknown
 from runner.adapters.providers.contract import Answer, Keep, Reply, Send
 from runner.facts import Server, ServerState
 
 KEY: Final = "VRAMFARM_API_KEY"
 _URL: Final = "VRAMFARM_API_URL"
+NAMES: Final = ("VRAMFARM_SERVER_ID", _URL, KEY, "VRAMFARM_PRICE_PER_HOUR", "VRAMFARM_RENTAL_ENDS_AT")
 _SERVER_KEY: Final = "vfs_"  # made for one server; valid until that server is final
 _STATES: Final[Mapping[str, ServerState]] = {
     "queued": ServerState.RUNNING,
@@ -69,24 +71,29 @@ def stop(server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Se
     return _understand(reply)
 
 
+def explain(keep: Keep, seen: Answer) -> str:
+    """A stop deletes the disk, whatever is kept."""
+    del seen
+    if keep.folder is None:
+        return "the disk is deleted with the server; nothing is billed after it"
+    then = "the server is stopped all the same" if keep.stop_anyway else "the server goes on, and is billed"
+    return f"{keep.folder} is saved by the provider, the rest of the disk is deleted; billing ends when it is saved; if that fails, {then}"
+
+
 def _call(method: str, path: str, wish: dict[str, Any] | None, env: Mapping[str, str], send: Send) -> Reply:
-    missing = [name for name in (_URL, KEY) if not env.get(name)]
-    if missing:
-        return Reply(0, f"{' and '.join(missing)} not set: expected the address of the API and a key".encode())
-    headers = {"Authorization": f"Bearer {env[KEY].strip()}", "Accept": "application/json"}
+    if lacking := missing((_URL, KEY), env):
+        return lacking
     body = None if wish is None else json.dumps(wish).encode()
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    return send(method, env[_URL].rstrip("/") + path, headers=headers, body=body)
+    return send(method, env[_URL].rstrip("/") + path, headers=bearer(env[KEY], body), body=body)
 
 
 def _understand(reply: Reply) -> Answer:
-    fields = _fields(reply)
+    fields = read_fields(reply)
     if reply.status in {200, 202}:
         return _state(fields)
-    if reply.status == 404 and fields.get("code") == "not_found":  # noqa: PLR2004  # a proxy's 404 has no code
+    if reply.status == NOT_FOUND and fields.get("code") == "not_found":  # a proxy's 404 has no code
         return Answer(ServerState.GONE, "the provider does not know this server")
-    return Answer(ServerState.UNKNOWN, _explain(reply, fields), retry_after_s=_retry_after(reply))
+    return unknown(reply, _HINTS)
 
 
 def _state(fields: Mapping[str, Any]) -> Answer:
@@ -98,26 +105,5 @@ def _state(fields: Mapping[str, Any]) -> Answer:
     return Answer(_STATES[word], f"{word} ({reason})" if reason else word, cost=cost)
 
 
-def _explain(reply: Reply, fields: Mapping[str, Any]) -> str:
-    if reply.status == 0:
-        return reply.body.decode(errors="replace")
-    said = str(fields.get("detail") or reply.body[:120].decode(errors="replace"))
-    hint = _HINTS.get(reply.status, "")
-    return " ".join(f"HTTP {reply.status}: {said}{f' ({hint})' if hint else ''}".split())
-
-
-def _fields(reply: Reply) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
 def _code(reply: Reply) -> str:
-    return str(_fields(reply).get("code", ""))
-
-
-def _retry_after(reply: Reply) -> float:
-    text = reply.headers.get("retry-after", "")
-    return float(text) if text.isascii() and text.isdigit() else 0.0
+    return str(read_fields(reply).get("code", ""))

@@ -1,0 +1,64 @@
+"""The rented server that a job runs on: which one, and whether its provider listens to us."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from runner.adapters.providers import PROVIDERS, Answer, find_server, keyrings, with_each
+from runner.adapters.providers.command import make_server
+from runner.adapters.providers.http import make_send
+from runner.errors import JobError
+from runner.facts import Server, ServerState
+from runner.job import Job, ProviderName
+
+
+def rented(job: Job, env: Mapping[str, str]) -> Server | None:
+    """The server that is stopped in the end, by `provider.kind`; None: there is none to stop."""
+    policy = job.provider
+    if policy.kind is ProviderName.NONE:
+        return None
+    if policy.kind is ProviderName.COMMAND:
+        return make_server(policy.stop_command, policy.status_command)
+    found = find_server(env, policy.kind)
+    if found is None and policy.kind is ProviderName.DOCKER:
+        return Server(provider="docker", id=socket.gethostname(), currency="")  # the engine's name for this container
+    if found is None and policy.kind is not ProviderName.AUTO:
+        raise JobError(
+            f"provider.kind: {policy.kind}: nothing in the environment, nor in that of PID 1, names a server of theirs",
+            hint="set its id and key by hand (docs/providers.md has the names), or say provider: {kind: auto}",
+        )
+    return found
+
+
+def prove(server: Server | None, env: Mapping[str, str]) -> Server | None:
+    """
+    Read the server's state once: is the key good, what does an hour cost, when does the rental end?
+
+    A key that does not work is said and no reason to end: the server is billed either way, and
+    may as well train.
+    """
+    if server is None:
+        return None
+    provider, send = PROVIDERS[server.provider], make_send()
+    answer = with_each(keyrings(env), lambda ring: provider.read(server, ring, send))
+    if server.status_command or server.provider != "command":
+        _say(server, answer)
+    return replace(
+        server,
+        price_per_hour=server.price_per_hour or answer.price_per_hour,
+        rental_ends_at=server.rental_ends_at or answer.ends_at,
+    )
+
+
+def _say(server: Server, answer: Answer) -> None:
+    if answer.state in {ServerState.RUNNING, ServerState.STOPPING}:
+        line = f"{server.provider} knows this server and takes our key: {server.id} is {answer.detail}"
+    else:
+        line = (
+            f"warning: {server.provider} did not tell the state of {server.id}: {answer.detail}; "
+            "the stop may fail in the same way: mend it while the job runs, or stop the server by hand"
+        )
+    print(line, file=sys.stderr, flush=True)  # noqa: T201  # the log begins when the run folder is there
