@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from runner.facts import (
     Failed,
     Finished,
     History,
+    Live,
     Observed,
     Outcome,
     Progress,
@@ -59,6 +60,7 @@ from vramfarm.protocol import DAMAGED, Ref, Word
 
 TICK_S: Final = 0.5
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
 
 
@@ -357,6 +359,8 @@ class _AttemptSight:
         self._leave_sent_at: datetime | None = None
         self._gone_at: datetime | None = None
         self._exit_seen_at: datetime | None = None
+        self._found: Live | None = None
+        self._found_at = datetime.min.replace(tzinfo=UTC)
         self._told: tuple[Exit | None, Diagnosis] | None = None  # how it ended, its first error
 
     def look(self, seen: Observed, attempt: Attempt) -> Observed:
@@ -364,7 +368,7 @@ class _AttemptSight:
             self.forget()
             self.attempt = attempt
         folder = self._folder.attempt(attempt.number)
-        live = attempts.live(attempt.id)
+        live = self._live(attempt.id, folder, seen.now)
         exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
         self._read_page(seen.now)
         is_known = exit_ is not None and (exit_.code is not None or attempts.is_unwatched(folder))
@@ -383,6 +387,15 @@ class _AttemptSight:
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
         )
+
+    def _live(self, attempt_id: str, folder: Path, now: datetime) -> Live | None:
+        """
+        Who lives. All of /proc is read for it, which is most of what supervision costs: in between
+        it is enough that the shim lives, because then the attempt does.
+        """
+        if self._found is None or now - self._found_at >= _FIND_EVERY or not attempts.is_watched(folder):
+            self._found, self._found_at = attempts.live(attempt_id), now
+        return self._found
 
     def _diagnose(self, folder: Path, exit_: Exit | None) -> Diagnosis | None:
         """Logs may be large: they are read once, when the last process of an attempt that failed is gone."""

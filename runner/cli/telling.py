@@ -35,6 +35,7 @@ from runner.world import RunFolder
 _EARLY: Final = timedelta(seconds=5)
 _LATE: Final = timedelta(seconds=30)
 _FIRST_MINUTE: Final = timedelta(minutes=1)
+_ECHO_LINES: Final = 50  # of a stream a look: a script that prints thousands a second must not fill the disk twice
 _STATUS_EVERY: Final = timedelta(seconds=2)
 
 
@@ -121,12 +122,13 @@ class Teller:
             return
         folder = self._folder.attempt(history.attempts[-1].number)
         if self._follower is None or self._followed != folder:
-            self._follower, self._followed = Follower(folder), folder
+            self._follower, self._followed = Follower(folder, rank=0), folder
             if self._before is None:  # of an attempt that an earlier life has told of
                 self._follower.skip()
-        for line in self._follower.read():
-            if line.rank == 0:
-                _Stderr().msg(f"  | {line.text}")
+        if lines := self._follower.read():
+            _Stderr().msg(
+                "\n".join(f"  | {line.text}" for line in lines)
+            )  # one write: a script may print thousands a second
         del seen
 
     def _tell_progress(self, seen: Observed) -> None:

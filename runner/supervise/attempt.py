@@ -154,6 +154,11 @@ def live(attempt_id: str) -> Live | None:
     return Live(attempt_id=attempt_id, trainers=tuple(p.pid for p in found if p.pid not in savers), savers=savers)
 
 
+def is_watched(folder: Path) -> bool:
+    """Whether the shim lives: then the attempt does."""
+    return _is_alive(_read_shim(folder))
+
+
 def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> tuple[int, ...]:
     """
     SIGKILL every trainer process until none is left; return the pids that would not go.

@@ -78,12 +78,18 @@ class Follower:
         self._folder = folder
         self._rank = rank
         self._readers: dict[Stream, _Reader] = {}
+        self.num_dropped = 0  # lines of the last read that were over its limit
 
-    def read(self, *, limit_bytes: int = 1 << 20) -> tuple[Line, ...]:
-        """Return the whole lines that were added; what is beyond the limit comes next time."""
+    def read(self, *, limit_bytes: int = 1 << 20, limit_lines: int | None = None) -> tuple[Line, ...]:
+        """
+        Return the whole lines that were added; what is beyond the limit comes next time.
+
+        With `limit_lines` only so many of a stream, the last ones: for a reader who would be buried.
+        """
+        self.num_dropped = 0
         streams = find_streams(self._folder, rank=self._rank)
         share = limit_bytes // max(1, len(streams))
-        return tuple(self._lines(streams, share))
+        return tuple(self._lines(streams, share, limit_lines))
 
     def skip(self) -> None:
         """Pass over what is there already."""
@@ -95,10 +101,13 @@ class Follower:
         rest = ((stream, reader.rest()) for stream, reader in self._readers.items())
         return tuple(Line(stream.rank, stream.name, clean(raw)) for stream, raw in rest if raw)
 
-    def _lines(self, streams: Iterable[Stream], share: int) -> Iterator[Line]:
+    def _lines(self, streams: Iterable[Stream], share: int, limit_lines: int | None) -> Iterator[Line]:
         for stream in streams:
             reader = self._readers.setdefault(stream, _Reader(stream.path))
-            for raw in reader.read(share):
+            raws = reader.read(share)
+            kept = raws if limit_lines is None else raws[-limit_lines:]
+            self.num_dropped += len(raws) - len(kept)
+            for raw in kept:
                 yield Line(stream.rank, stream.name, clean(raw))
 
 

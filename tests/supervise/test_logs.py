@@ -70,6 +70,21 @@ def test_a_stream_that_appears_later_is_followed(folder):
     assert (Line(2, "stdout", "here"),) == follower.read()
 
 
+def test_a_reader_who_would_be_buried_gets_the_last_lines(folder):
+    """
+    And the number of those that were left out.
+    """
+    follower = Follower(folder, rank=0)
+    follower.skip()
+    with (folder / "0b1c_abc/attempt_0/0/stdout.log").open("a") as log:
+        log.write("".join(f"line {i}\n" for i in range(1000)))
+
+    lines = follower.read(limit_lines=3)
+
+    assert [997, 998, 999] == [int(line.text.split()[1]) for line in lines]
+    assert 997 == follower.num_dropped
+
+
 def test_a_last_line_without_an_end_is_not_lost(folder):
     """
     When nobody writes any more, what has no end is a line too.
