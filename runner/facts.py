@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -240,6 +241,24 @@ class Server:
     rental_ends_at: str = ""
     stop_command: tuple[str, ...] = ()
     status_command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A machine that can be rented now, as the provider's catalogue has it. `card` is the provider's word for its cards."""
+
+    id: str
+    card: str
+    name: str
+    cards: int
+    card_bytes: int  # memory of each
+    cpu_cores: int
+    ram_bytes: int
+    disk_bytes: int
+    price_per_hour: Decimal  # of the whole machine
+    currency: str = "EUR"
+    max_rental_days: int = 0  # 0: not told
+    available: bool = True
 
 
 # -------------------------------------------------------------------------------- observed

@@ -39,6 +39,7 @@ from runner.words import (
     span,
     status,
     still_running,
+    tell_cadence,
 )
 from vramfarm.protocol import Ref
 
@@ -285,3 +286,22 @@ def test_a_last_save_waits_for_the_step_that_is_agreed_on():
 
     assert 8.0 == last_save_s(seen)
     assert last_save_s(replace(seen, last_save_s=0.0)) is None
+
+
+def test_the_summary_advises_another_cadence_only_where_it_matters():
+    """
+    Uploads that take longer than the interval: the store never has the newest checkpoint.
+    """
+    hasty = JOB.model_copy(
+        update={"checkpoint": JOB.checkpoint.model_copy(update={"save_interval": timedelta(minutes=5)})}
+    )
+    seen = replace(SEEN, last_save_s=7.0, last_upload_s=3600.0)
+    end = End(code=0, stop=True, keep=False, reason="training is done")
+
+    (line,) = [line for line in closing(hasty, History(), seen, AROUND, end) if line.startswith("cadence")]
+
+    assert line.startswith(
+        "cadence      checkpoint.save_interval: 1h instead of 5m: an upload takes so long (a save takes 7.0s"
+    )
+    assert not any(line.startswith("cadence") for line in closing(JOB, History(), SEEN, AROUND, end))
+    assert "" == tell_cadence(JOB, History(), replace(seen, last_upload_s=60.0))

@@ -7,6 +7,7 @@ import os
 import select
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from runner.facts import History, Observed
 from runner.job import Job
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import Accept, Action, End, Launch, Wait
+from runner.policy.scaling import tell_scaling
 from runner.supervise.logs import Follower
 from runner.words import (
     Surroundings,
@@ -88,6 +90,8 @@ class Teller:
         self._stop_timeout = stop_timeout
         self._save_s = _remembered_save_s(folder.status)
         self._enough: bool | None = None
+        self._scaling_told = 0
+        self._saved_s = 0.0  # the page that says it goes with its attempt
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
         if self._before is None:
@@ -102,7 +106,9 @@ class Teller:
         for line in changes(self._before, seen):
             self._say(line)
         self._tell_progress(seen)
+        self._tell_scaling(seen, history)
         self._save_s = last_save_s(seen) or self._save_s
+        self._saved_s = seen.last_save_s or self._saved_s
         self._tell_grace(first=False)
         if action is not None and (line := describe(action)):
             self._say(line)
@@ -144,6 +150,14 @@ class Teller:
             early = seen.now - self._begun_at < _FIRST_MINUTE
             self._progress_at = seen.now + (_EARLY if early else _LATE)
 
+    def _tell_scaling(self, seen: Observed, history: History) -> None:
+        """Once an attempt, when it is sure."""
+        attempt = len(history.attempts)
+        if self._scaling_told == attempt or not (line := tell_scaling(history, seen)):
+            return
+        self._scaling_told = attempt
+        self._log.info(line)
+
     def _tell_grace(self, *, first: bool) -> None:
         """At the start, and again when the answer becomes another."""
         if self._stop_timeout is None:
@@ -168,7 +182,8 @@ class Teller:
         if self._before is None:
             return
         self._log.info("summary")
-        for line in closing(self._job, history, self._before, self._around, end):
+        seen = replace(self._before, last_save_s=self._saved_s)
+        for line in closing(self._job, history, seen, self._around, end):
             self._log.info(f"  {line}")
         self._write_status(self._before, history, acted=True)
 

@@ -1,0 +1,58 @@
+"""
+Whether more cards bring what they should. Said only when it is sure: measured on this machine,
+with the same global batch, for some minutes each.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+from runner.facts import Attempt, History, Observed
+
+_LONG_ENOUGH: Final = timedelta(minutes=3)
+_ENOUGH_STEPS: Final = 20
+_POOR: Final = 0.75  # of what the number of cards promises: two cards usually reach 0.85 to 0.95, four 0.75 to 0.93
+
+
+def tell_scaling(history: History, seen: Observed) -> str:
+    """One line where the cards of this attempt, or of the one before, bring less than they should; else empty."""
+    rate, now = seen.progress.steps_per_s, _current(history)
+    if rate is None or now is None or not _is_measured(now, seen):
+        return ""
+    earlier = (a for a in reversed(history.attempts[:-1]) if _is_comparable(a, now))
+    before = next(earlier, None)
+    return "" if before is None else judge(*sorted([(now.world_size, rate), (before.world_size, before.steps_per_s)]))
+
+
+def judge(few: tuple[int, float], many: tuple[int, float]) -> str:
+    """Compare (cards, optimizer steps a second) at one global batch."""
+    gain, promise = many[1] / few[1], many[0] / few[0]
+    if gain >= _POOR * promise:
+        return ""
+    return (
+        f"{_cards(many[0])} {'is' if many[0] == 1 else 'are'} {gain:.1f} times {_cards(few[0])}, {promise:.3g} would be perfect: "
+        "look at the link between the cards first (nvidia-smi topo -m); still more cards will not mend it"
+    )
+
+
+def _current(history: History) -> Attempt | None:
+    last = history.attempts[-1] if history.attempts else None
+    return last if last is not None and last.ending is None and last.world_size and last.global_batch else None
+
+
+def _is_measured(now: Attempt, seen: Observed) -> bool:
+    steps = seen.progress.step - (now.resume.step if now.resume else 0)
+    return seen.now - now.launched_at >= _LONG_ENOUGH and steps >= _ENOUGH_STEPS
+
+
+def _is_comparable(before: Attempt, now: Attempt) -> bool:
+    """Another machine may have other cards: only this one's boot counts."""
+    if before.ended_at is None or before.steps_per_s <= 0 or before.world_size in {0, now.world_size}:
+        return False
+    long_enough = before.ended_at - before.launched_at >= _LONG_ENOUGH
+    return long_enough and (before.boot_id, before.global_batch) == (now.boot_id, now.global_batch)
+
+
+def _cards(count: int) -> str:
+    return "1 card" if count == 1 else f"{count} cards"
