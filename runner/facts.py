@@ -281,6 +281,8 @@ class Observed:
     trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()
     free_bytes: int | None = None  # on the disk of the checkpoints
+    log_bytes: int = 0  # what logs take on the disk
+    log_error: str = ""  # why nothing of it can be given back
     leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
     ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet

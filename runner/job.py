@@ -349,6 +349,13 @@ def _is_time(text: str) -> bool:
     return True
 
 
+class LogPolicy(Model):
+    max_size: Size = Field(
+        default=4 << 30,
+        description="What logs may take on this disk, all attempts together. Beyond it the middle of the largest is given up.",
+    )
+
+
 class FinishPolicy(Model):
     on_success: AtEnd = Field(default=AtEnd.STOP, description="What becomes of the server: `stop` or `keep`.")
     on_failure: AtEnd = Field(default=AtEnd.STOP, description="The same after a failure.")
@@ -427,6 +434,7 @@ class Job(Model):
     preflight: PreflightPolicy = Field(default=PreflightPolicy(), description="Checks before the job.")
     restart: RestartPolicy = Field(default=RestartPolicy(), description="After a failed attempt.")
     hang: HangPolicy = Field(default=HangPolicy(), description="When silence means trouble.")
+    logs: LogPolicy = Field(default=LogPolicy(), description="What ranks and launcher print.")
     limits: Limits = Field(default=Limits(), description="Time and money.")
     finish: FinishPolicy = Field(default=FinishPolicy(), description="What becomes of the server.")
     provider: ProviderPolicy = Field(default=ProviderPolicy(), description="Who rents the server out.")

@@ -20,6 +20,7 @@ from runner.policy.lifecycle import (
     Prune,
     RecordExit,
     SetAside,
+    TrimLogs,
     Wait,
     decide,
 )
@@ -38,6 +39,7 @@ class World(Protocol):
     def discard(self, name: str) -> None: ...
     def prune(self, ref: Ref) -> None: ...
     def set_aside(self, ref: Ref) -> None: ...
+    def trim_logs(self, max_bytes: int) -> None: ...
     def check_launch(self) -> None: ...
     def launch(self, attempt: Attempt) -> None: ...
     def interrupt(self) -> None: ...
@@ -86,6 +88,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             world.prune(ref)
         case SetAside(ref=ref):
             world.set_aside(ref)
+        case TrimLogs(max_bytes=max_bytes):
+            world.trim_logs(max_bytes)
         case Launch():
             world.check_launch()
             attempt = _attempt(action, seen, world)

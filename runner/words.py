@@ -32,6 +32,7 @@ from runner.policy.lifecycle import (
     Prune,
     RecordExit,
     SetAside,
+    TrimLogs,
     Wait,
 )
 
@@ -139,6 +140,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"prune {ref.name}: {reason}"
         case SetAside(ref=ref):
             return f"set aside {ref.name}: its bytes are not what its manifest says; it is kept as .damaged-{ref.name}"
+        case TrimLogs(max_bytes=max_bytes):
+            return f"trim logs to {size(max_bytes)} (logs.max_size): beginnings and ends are kept"
         case Launch(number=number, resume=None, lineage=lineage):
             return f"launch attempt {number} from step 0 (lineage {lineage}){_changed(action.env)}"
         case Launch(number=number, resume=resume):
@@ -202,6 +205,8 @@ def eta_s(seen: Observed) -> float | None:
 
 def changes(before: Observed | None, after: Observed) -> Iterator[str]:
     """What came about between two looks and is worth a line."""
+    if after.log_error and not (before and before.log_error):
+        yield f"logs grow beyond logs.max_size, and this disk cannot give back their middle: {after.log_error}"
     old_local = {c.ref for c in before.local} if before else {c.ref for c in after.local}
     for checkpoint in after.local:
         if checkpoint.ref not in old_local:

@@ -56,10 +56,12 @@ from runner.supervise.page import ProgressReader
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from runner.supervise.triage import first_error
+from runner.supervise.trim import stored_bytes, trim
 from vramfarm.protocol import DAMAGED, Ref, Word
 
 TICK_S: Final = 0.5
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
 
@@ -129,6 +131,7 @@ class RealWorld:
         self._life = uuid.uuid4().hex
         self._boot_id = _BOOT_ID.read_text().strip()
         self._store = _StoreView()
+        self._logs = _Logs(folder.root / "logs")
         self._sight = _AttemptSight(folder)
         self._conclusion: Conclusion | None = None
         self._code = source_folder(
@@ -160,6 +163,8 @@ class RealWorld:
             life=self._life,
             local=self.checkpoints.committed(),
             free_bytes=self._free_bytes(),
+            log_bytes=self._logs.size(now),
+            log_error=self._logs.error,
             leftovers=self.checkpoints.leftovers(),
             damaged=self._damaged(),
             offsite=self._store.checkpoints,
@@ -272,6 +277,9 @@ class RealWorld:
 
     def set_aside(self, ref: Ref) -> None:
         self.checkpoints.set_aside(ref)
+
+    def trim_logs(self, max_bytes: int) -> None:
+        self._logs.trim(max_bytes)
 
     def check_launch(self) -> None:
         """`JobError` if what would be launched is not there."""
@@ -426,6 +434,28 @@ class _AttemptSight:
 
     def forget(self) -> None:
         self.__init__(self._folder)  # type: ignore[misc]  # as new
+
+
+class _Logs:
+    """What logs take on the disk, looked at now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._size = 0
+        self._sized_at = datetime.min.replace(tzinfo=UTC)
+        self.error = ""
+
+    def size(self, now: datetime) -> int:
+        if now - self._sized_at >= _SIZE_LOGS_EVERY and not self.error:
+            self._size, self._sized_at = stored_bytes(self._folder), now
+        return self._size
+
+    def trim(self, max_bytes: int) -> None:
+        self._size = 0  # until it is looked at again
+        try:
+            trim(self._folder, max_bytes)
+        except OSError as error:
+            self.error = error.strerror or str(error)
 
 
 # -------------------------------------------------------------------------------- the store

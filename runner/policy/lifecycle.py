@@ -77,6 +77,13 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
+class TrimLogs:
+    """Give back what logs take beyond `max_bytes`."""
+
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     number: int
     resume: Ref | None
@@ -135,7 +142,20 @@ class Wait:
 
 
 Action = (
-    Accept | Begin | Discard | Prune | SetAside | Launch | RecordExit | Interrupt | Kill | Conclude | End | Leave | Wait
+    Accept
+    | Begin
+    | Discard
+    | Prune
+    | SetAside
+    | TrimLogs
+    | Launch
+    | RecordExit
+    | Interrupt
+    | Kill
+    | Conclude
+    | End
+    | Leave
+    | Wait
 )
 
 
@@ -223,7 +243,17 @@ def _make_it_leave(job: Job, seen: Observed, reason: str) -> Action | None:
 
 def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
     """What is always right, whoever is training: get copies off the machine, keep the disk free."""
-    return _survey(job, seen) or _set_aside(seen) or _upload(job, seen) or _tidy(job, history, seen)
+    return (
+        _trim_logs(job, seen)
+        or _survey(job, seen)
+        or _set_aside(seen)
+        or _upload(job, seen)
+        or _tidy(job, history, seen)
+    )
+
+
+def _trim_logs(job: Job, seen: Observed) -> Action | None:
+    return TrimLogs(job.logs.max_size) if seen.log_bytes > job.logs.max_size else None
 
 
 def _survey(job: Job, seen: Observed) -> Action | None:

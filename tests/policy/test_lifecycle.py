@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runner.facts import Checkpoint, Decision, Diagnosis, Ending, History, Live, Observed, Outcome, Running, TaskKind
 from runner.job import Job
-from runner.policy.lifecycle import Begin, Prune, Wait, decide
+from runner.policy.lifecycle import Begin, Prune, TrimLogs, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -594,3 +594,21 @@ def test_nothing_is_uploaded_while_the_store_is_tidied():
 
     assert Begin(TaskKind.UPLOAD, checkpoint.ref.name) == decide(JOB, history, seen)
     assert isinstance(decide(JOB, history, replace(seen, tasks=tidying)), Wait)
+
+
+@pytest.mark.parametrize(("log_bytes", "expected"), [(1000, Wait), (1001, TrimLogs)])
+def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expected):
+    """
+    A script that prints a thousand lines a second for a night must not fill the disk of the checkpoints.
+    """
+    job = Job.model_validate({"command": "train.py", "logs": {"max_size": 1000}})
+    history = History(accepted_at=START, opened_at=START)
+    seen = Observed(
+        now=START,
+        boot_id="b",
+        life="l",
+        live=Live(attempt_id="a", trainers=(1,), savers=()),
+        log_bytes=log_bytes,
+    )
+
+    assert isinstance(decide(job, history, seen), expected)

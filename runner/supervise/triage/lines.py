@@ -7,6 +7,8 @@ like an error are kept; between beginning and end only a few long words are look
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -155,10 +157,15 @@ class _Survey:
 
 def _survey(file: BufferedReader, size: int) -> _Survey:
     survey = _Survey()
-    before, ends, free_from = b"", 0, 0
-    file.seek(0)
+    before, ends, free_from, data_from = b"", 0, 0, 0
     for start in range(0, size, _BLOCK):
         survey.ends_before.append(ends)
+        if start >= data_from:
+            data_from = _next_data(file, start, size)
+        if data_from >= start + _BLOCK:  # nothing but a hole, where a log that grew too large was cut
+            before = b""
+            continue
+        file.seek(start)
         read = file.read(_BLOCK)
         block, base = before + read, start - len(before)
         part = survey.head if start < _HEAD else survey.tail if start >= size - _TAIL else survey.middle
@@ -169,6 +176,18 @@ def _survey(file: BufferedReader, size: int) -> _Survey:
         ends += read.count(b"\n")
         before = block[-64:]  # a word may lie across two blocks
     return survey
+
+
+def _next_data(file: BufferedReader, start: int, size: int) -> int:
+    """Where the next bytes are that are stored; `start` on a disk that knows no holes."""
+    fd = file.fileno()
+    at = os.lseek(fd, 0, os.SEEK_CUR)  # `file` keeps its own idea of it
+    try:
+        return os.lseek(fd, start, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else start
+    finally:
+        os.lseek(fd, at, os.SEEK_SET)
 
 
 def _suspects(block: bytes, at: int) -> Iterator[int]:

@@ -1,0 +1,114 @@
+"""Logs that grow too large while somebody writes them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.supervise.logs import Follower, read_tail
+from runner.supervise.triage.lines import read_lines
+from runner.supervise.trim import HEAD_BYTES, stored_bytes, trim
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for rank, size in enumerate((30, 12)):
+        log = tmp_path / f"attempt-0001/x/attempt_0/{rank}/stdout.log"
+        log.parent.mkdir(parents=True)
+        with log.open("w") as file:
+            for number in range(size * MIB // 64):
+                file.write(f"rank {rank} line {number}".ljust(63, ".") + "\n")
+    return tmp_path
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"attempt-0001/x/attempt_0/{rank}/stdout.log"
+
+
+def test_logs_take_no_more_than_they_may(folder: Path):
+    """
+    The largest gives first; beginnings and ends stay, and so do the sizes.
+    """
+    before = stored_bytes(folder)
+
+    given = trim(folder, 20 * MIB)
+
+    assert stored_bytes(folder) <= 20 * MIB
+    assert before - stored_bytes(folder) == given
+    assert 30 * MIB == _log(folder, 0).stat().st_size
+    assert 12 * MIB <= _log(folder, 1).stat().st_blocks * 512
+    assert b"rank 0 line 0." == _log(folder, 0).read_bytes()[:14]
+    assert f"rank 0 line {30 * MIB // 64 - 1}" == read_tail(_log(folder, 0))[-1].rstrip(".")
+
+
+def test_trimming_goes_on_as_a_log_grows(folder: Path):
+    """
+    Each time from where the last hole ends.
+    """
+    for _ in range(3):
+        with _log(folder, 0).open("ab") as file:
+            file.write(b"more\n" * (2 * MIB))
+        trim(folder, 20 * MIB)
+
+        assert stored_bytes(folder) <= 20 * MIB + MIB
+
+
+def test_small_logs_stay_whole(folder: Path):
+    """
+    What is left can be more than the limit: beginnings and ends are never given up.
+    """
+    trim(folder, 0)
+
+    assert stored_bytes(folder) <= 2 * (HEAD_BYTES + 5 * MIB)
+    assert 0 == trim(folder, 0)
+
+
+def test_a_writer_that_never_opened_it_for_appending_goes_on_behind_the_hole(tmp_path: Path):
+    """
+    As torchrun's ranks do: an offset of its own, which a truncated file would not change.
+    """
+    path = tmp_path / "stdout.log"
+    program = "import sys; [print('x' * 1023) for _ in range(16384)]; sys.stdout.flush(); input(); print('the end')"
+    with path.open("wb") as file:
+        writer = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=file)
+    while path.stat().st_size < 16 * MIB:
+        assert writer.poll() is None
+    trim(tmp_path, 8 * MIB)
+    writer.communicate(b"\n", timeout=30)
+
+    assert stored_bytes(tmp_path) <= 8 * MIB + MIB
+    assert "the end" == read_tail(path)[-1]
+
+
+def test_the_first_error_is_found_beside_a_hole_and_quickly(tmp_path: Path):
+    """
+    A hole of 64 GB is passed over, and line numbers do not matter there.
+    """
+    path = tmp_path / "stderr.log"
+    with path.open("wb") as file:
+        file.write(b"begin\n" * 100)
+        file.seek(1 << 36)
+        file.write(b"\nTraceback (most recent call last):\n  File x\nRuntimeError: CUDA error: out of memory\n")
+
+    texts = [line.text for line in read_lines(path)]
+
+    assert "begin" == texts[0]
+    assert "RuntimeError: CUDA error: out of memory" == texts[-1]
+
+
+def test_a_log_is_followed_across_a_hole(folder: Path):
+    """
+    Who reads behind the writer sees whole lines again after it.
+    """
+    follower = Follower(folder / "attempt-0001", rank=0)
+    follower.skip()
+    trim(folder, 10 * MIB)
+    with _log(folder, 0).open("a") as file:
+        file.write("after\n")
+
+    assert ["after"] == [line.text for line in follower.read()]
