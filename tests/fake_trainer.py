@@ -89,9 +89,9 @@ class Trainer:
         def rest(memory):
             time.sleep(self.arguments.copy_time)
             memory[:] = image
-            return True
+            return ""
 
-        def fill(memory):
+        def fill(memory, _):
             if self.arguments.copy_time:
                 return lambda: rest(memory)
             memory[:] = image

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from torch import nn
 from vramfarm import copies, data, folder, run, state
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
+from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.protocol import Ended, Env, Phase, Reason, Word
 from vramfarm.run import Choice, ResumeError, Wanted
@@ -93,6 +95,7 @@ class Checkpointer:
         self._taking = 0  # samples of the batch that the loop's body has
         self._finished = False
         self._told = (0, 0)
+        self._frozen_told = False
         self.last_micro_batch = True
         self._known: Still | None = None
         self._layout: Layout | None = None
@@ -280,10 +283,10 @@ class Checkpointer:
             return
         if self._warm_up is None:
             taken = self._take()
-            tensors = [*taken.layout.still.values(), *taken.moving.values()]
+            tensors = [*taken.layout.tensors(), *taken.moving.values()]
             device = next((one.device for one in tensors if one.device.type == "cuda"), None)
             size = taken.layout.image.size_bytes + len(taken.state)
-            self._warm_up = WarmUp(self._seat, size, device, self._rehearse)
+            self._warm_up = WarmUp(self._seat, size, taken.layout.apart, device, self._rehearse)
         self._warm_up.turn(place)
         if self._warm_up.is_over:
             self._is_warm = True
@@ -307,8 +310,18 @@ class Checkpointer:
         except BaseException:
             self._seat.skip(step)
             raise
-        size = taken.layout.image.size_bytes
-        return self._seat.stage(step, size, taken.state, lambda arena: self._copier.fill(arena, taken))
+        layout = taken.layout
+        self._tell_of_frozen()
+        return self._seat.stage(
+            step, layout.image.size_bytes, taken.state, partial(self._copier.fill, taken=taken), layout.apart
+        )
+
+    def _tell_of_frozen(self) -> None:
+        """Once: a folder whose checkpoints share a file surprises whoever adds their sizes up."""
+        size = self._known.frozen_bytes if self._known else 0
+        if size >= LEAST_BYTES and not self._frozen_told:
+            self._frozen_told = True
+            self._say(f"frozen weights, {size / 1e9:.3g} GB, are written once; later checkpoints have links to them")
 
     def _take(self) -> Taken:
         before = self._known
@@ -353,9 +366,7 @@ class Checkpointer:
 
     def _collect(self) -> Snapshot:
         """Return what changes from save to save; the rest is in `_known`."""
-        if self._known is None or not self._known.holds():
-            self._known = Still(self._models(), self._optimizers, rank=self._world.rank, world_size=self._world.size)
-        known = self._known
+        known = self._known = self._look_again()
         snapshot = Snapshot(self._world.rank, self._world.size)
         optimizers = {
             name: {"groups": snapshot.encode(known.groups(name), f"{name}.groups"), "state": known.states[name]}
@@ -380,6 +391,17 @@ class Checkpointer:
         if loader_state is not None:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
         return snapshot
+
+    def _look_again(self) -> Still:
+        """Return what stays where it is: as known, or walked anew."""
+        known, restless = self._known, self._copier.restless
+        if known is not None and known.restless == restless and known.holds():
+            return known
+        if known is not None:
+            restless = self._copier.restless = restless | known.thawed()
+        return Still(
+            self._models(), self._optimizers, rank=self._world.rank, world_size=self._world.size, restless=restless
+        )
 
     def _describe(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return this rank's part of the manifest's state; what all share comes from rank 0."""

@@ -8,6 +8,8 @@ rule: where it is not certain that a copy can be hidden, it is not hidden.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +19,37 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vramfarm import memory, staging
+from vramfarm import frozen, memory, staging
+from vramfarm.frozen import LEAST_BYTES
 from vramfarm.image import SMALL_BYTES, Image, Placed
 from vramfarm.memory import PIECE_BYTES
+from vramfarm.seat import NO_FROZEN, Frozen
 from vramfarm.staging import Piece
 from vramfarm.still import Still
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of this rank goes. `still` are the tensors that stay where they are, of them `owned` the optimizers'."""
+    """
+    Where everything of this rank goes. `still` are the tensors that stay where they are, of them `owned` the optimizers'.
+
+    `frozen` is the layout of the file that is written once; `token` names its bytes.
+    """
 
     image: Image
     known: Still
     signature: tuple[Any, ...]
     still: Mapping[str, Tensor]
     owned: frozenset[str]
+    frozen: Layout | None = None
+    token: int = 0
+
+    @property
+    def apart(self) -> Frozen:
+        return NO_FROZEN if self.frozen is None else Frozen(self.frozen.token, self.frozen.image.size_bytes)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.still.values(), *(self.frozen.still.values() if self.frozen else ())]
 
 
 @dataclass(frozen=True)
@@ -51,9 +68,21 @@ def lay_out(known: Still, moving: Sequence[Piece], before: Layout | None) -> Lay
     if before is not None and before.known is known and before.signature == signature:
         return before
     mine = staging.choose([*known.pieces, *moving])
+    apart = before.frozen if before is not None and before.known is known else _lay_out_frozen(known, mine)
+    if apart is not None:
+        mine = [piece for piece in mine if piece.box.key not in apart.still]
     moves = {piece.box.key for piece in moving}
     still = {piece.box.key: piece.local for piece in mine if piece.box.key not in moves}
-    return Layout(staging.lay_out(mine), known, signature, still, known.owned & still.keys())
+    return Layout(staging.lay_out(mine), known, signature, still, known.owned & still.keys(), apart)
+
+
+def _lay_out_frozen(known: Still, mine: Sequence[Piece]) -> Layout | None:
+    """All of them may be copied late: that they did not change meanwhile is looked at."""
+    still = {piece.box.key: piece.local for piece in mine if piece.box.key in known.frozen}
+    image = staging.lay_out([piece for piece in mine if piece.box.key in still])
+    if image.size_bytes < LEAST_BYTES:
+        return None
+    return Layout(image, known, (), still, frozenset(still), token=int.from_bytes(os.urandom(7), "little") + 1)
 
 
 class Copier:
@@ -67,6 +96,8 @@ class Copier:
         self._hide = hide and bool(optimizers)
         self._has_stepped = self._steps_now = False
         self._plan: _Plan | None = None
+        self._frozen: _FrozenPlan | None = None
+        self.restless: frozenset[str] = frozenset()
         self._copy: _Copy | None = None
         self._latest: _Copy | None = None
         self.idle: Callable[[str], None] | None = None
@@ -77,29 +108,57 @@ class Copier:
                 self._hide = False
 
     def close(self) -> None:
-        self._plan = self._copy = self._latest = self.idle = None
+        self._plan = self._frozen = self._copy = self._latest = self.idle = None
 
     def step_done(self) -> None:
         """An optimizer's step lies behind us, or its absence."""
         self._has_stepped, self._steps_now = self._steps_now, False
 
-    def fill(self, arena: memoryview, taken: Taken) -> Callable[[], bool] | None:
-        """Begin to write the image of a shard. Return what waits for the rest, None if nothing is left."""
+    def fill(self, arena: memoryview, apart: memoryview, taken: Taken) -> Callable[[], str] | None:
+        """
+        Begin to write the image of a shard, and that of the frozen weights where there is memory `apart` for them.
+
+        Return what waits for the rest and says what is wrong, None if nothing is left.
+        """
         layout = taken.layout
         arena[: len(layout.image.header)] = layout.image.header
         plan = self._planned(arena, layout)
         if self._latest is not None and not self._latest.is_true:
             self._hide = False
+        hide = self._hide and self._has_stepped and not taken.is_new
         with torch.no_grad():
-            self._copy = self._latest = plan.start(
-                taken.moving, hide=self._hide and self._has_stepped and not taken.is_new
+            at = memory.address_of(apart) - memory.address_of(arena) if apart else 0
+            look = self._fill_frozen(apart, at, layout, hide=hide)
+            self._copy = self._latest = plan.start(taken.moving, hide=hide)
+        ways = [one for one in (self._copy and self._copy.wait, look) if one]
+        return (lambda: next(filter(None, (way() for way in ways)), "")) if ways else None
+
+    def _fill_frozen(self, apart: memoryview, at: int, layout: Layout, *, hide: bool) -> Callable[[], str] | None:
+        """Stage the frozen weights, or find out whether they are still those that were staged."""
+        if layout.frozen is None:
+            self._frozen = None
+            return None
+        plan = self._planned_frozen(layout.frozen)
+        differing = plan.stage(apart, at=at, hide=hide) if apart else plan.look()
+
+        def look() -> str:
+            changed = differing()
+            self.restless |= changed
+            if not changed:
+                return ""
+            return (
+                f"{len(changed)} weights that want no gradient were changed all the same, {min(changed)} for one; "
+                "they are saved with the others from now on"
             )
-        return self._copy.wait if self._copy else None
+
+        return look
 
     def rehearse(self, arena: memoryview, layout: Layout) -> None:
         """Make the first save as quick as the others: plan it, and copy a little, which wakes the device's copy engine."""
         with torch.no_grad():
             self._planned(arena, layout).rehearse()
+            if layout.frozen is not None:
+                frozen.sums(self._planned_frozen(layout.frozen).tensors)
 
     @property
     def is_driven(self) -> bool:
@@ -110,6 +169,11 @@ class Copier:
         if self._plan is None or not self._plan.fits(arena, layout):
             self._plan = _Plan(arena, layout)
         return self._plan
+
+    def _planned_frozen(self, layout: Layout) -> _FrozenPlan:
+        if self._frozen is None or self._frozen.layout is not layout:
+            self._frozen = _FrozenPlan(layout)
+        return self._frozen
 
     def _before(self, *_: object) -> None:
         """An optimizer is about to change what may still be read."""
@@ -138,11 +202,15 @@ class _Copy:
             torch.cuda.current_stream(device).wait_event(event)
         return bool(waiting)
 
-    def wait(self) -> bool:
-        """Wait for the copies, on a thread. False: somebody changed a tensor while it was read."""
+    def wait(self) -> str:
+        """Wait for the copies, on a thread. Says so if somebody changed a tensor while it was read."""
         for _, event in self._events:
             event.synchronize()
-        return self._check()
+        return "" if self._check() else _CHANGED
+
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
+        for _, event in self._events:
+            stream.wait_event(event)
 
     def _check(self) -> bool:
         """Once: when the next optimizer's step begins, or when all is copied before that."""
@@ -180,8 +248,10 @@ _Lanes = dict[torch.device, _Lane]
 class _Plan:
     """The copies of a layout into one arena, made ready: only the calls are left."""
 
-    def __init__(self, arena: memoryview, layout: Layout) -> None:
+    def __init__(self, arena: memoryview, layout: Layout, *, at: int = 0) -> None:
+        """The layout begins `at` bytes behind where the pinned pieces do."""
         self._address = memory.address_of(arena)
+        self._at = at
         self._layout = layout
         self._raw = staging.as_tensor(arena)
         placed = [p for p in layout.image.placed if p.end > p.begin]
@@ -242,11 +312,48 @@ class _Plan:
 
     def _parts(self, begin: int, end: int) -> list[Tensor]:
         """Cut where pinned pieces meet: no copy may lie across two of them."""
-        cuts = [begin, *range(-(-(begin + 1) // PIECE_BYTES) * PIECE_BYTES, end, PIECE_BYTES), end]
+        next_piece = -(-(self._at + begin + 1) // PIECE_BYTES) * PIECE_BYTES - self._at
+        cuts = [begin, *range(next_piece, end, PIECE_BYTES), end]
         return [self._raw[a:b] for a, b in pairwise(cuts)]
 
 
+class _FrozenPlan:
+    """A file that is written once: its copy, made once, and the sums by which it is known again."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._keys, self.tensors = list(layout.still), list(layout.still.values())
+        self._sums: frozen.Sums = {}
+        self._sides = {one.device: torch.cuda.Stream(one.device) for one in self.tensors if one.device.type == "cuda"}
+
+    def stage(self, arena: memoryview, *, at: int, hide: bool) -> Callable[[], set[str]]:
+        """Summed now, then copied, then summed again: if it is the same, so is what was copied between."""
+        arena[: len(self.layout.image.header)] = self.layout.image.header
+        self._sums = frozen.sums(self.tensors)
+        copy = _Plan(arena, self.layout, at=at).start({}, hide=hide)
+        return self.look(after=copy) if copy else set
+
+    def look(self, after: _Copy | None = None) -> Callable[[], set[str]]:
+        """Sum again, beside the training. Return what waits for that and says which of them differ."""
+        with contextlib.ExitStack() as stack:
+            for device, side in self._sides.items():
+                side.wait_stream(torch.cuda.current_stream(device))
+                if after is not None:
+                    after.let_wait(side)
+                stack.enter_context(torch.cuda.stream(side))
+            differing = frozen.differing(self._keys, self.tensors, self._sums, frozen.sums(self.tensors))
+            done = [_mark(side) for side in self._sides.values()]
+
+        def names() -> set[str]:
+            for event in done:
+                event.synchronize()
+            return differing()
+
+        return names
+
+
 _CPU: Final = torch.device("cpu")
+_CHANGED: Final = "the weights were changed outside of optimizer.step() while they were copied; from now on training waits for the copy"
 
 
 def _rows(placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> Iterator[list[Placed]]:

@@ -51,8 +51,11 @@ class StagingMemory:
 
 def arena_bytes(size: int) -> int:
     """Return a size for `size` bytes: whole pages and a little to spare, since the JSON grows by a digit now and then."""
-    page = mmap.PAGESIZE
-    return (size + min(size // 64, 4 << 20) + 2 * page) // page * page
+    return whole_pages(size + min(size // 64, 4 << 20) + mmap.PAGESIZE)
+
+
+def whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def map_arena(pid: int, fd: int, size: int) -> memoryview:

@@ -99,6 +99,11 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
+def frozen_name(rank: int, world_size: int) -> str:
+    """A rank's frozen weights: a file that is written once, and has a name in every checkpoint that needs it."""
+    return f"frozen-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
 @dataclass(frozen=True)
 class Shard:
     """One file of a checkpoint: `checksums` has one entry per `CHUNK_BYTES`, the last may be short."""
@@ -114,7 +119,8 @@ class Manifest:
     A committed checkpoint. It names only shards that are durable.
 
     `state` is JSON of the trainer's side (param groups, schedulers, data position); the
-    supervisor carries it and never looks inside.
+    supervisor carries it and never looks inside. Two manifests may name one file twice: a
+    shard with the same path, size and checksums holds frozen weights, and is written once.
     """
 
     job: str
@@ -298,7 +304,7 @@ class Word(IntEnum):
 
 
 class Slot(IntEnum):
-    """Index of each 64-bit word of a rank's slot. The rank writes them, but for ARENA_STATE."""
+    """Index of each 64-bit word of a rank's slot. The rank writes them, but for ARENA_STATE and FROZEN_HELD."""
 
     PID = 0
     STARTED = 1
@@ -317,6 +323,10 @@ class Slot(IntEnum):
     STATE_BYTES = 14  # and goes on with this many of JSON, the rank's part of `Manifest.state`
     VOID_STEP = 15  # step of a save that this rank could not take part in
     WARMING = 16  # 1: its staging memory is being prepared; a save now would cost training time
+    FROZEN = 17  # names the bytes of its frozen weights; 0: it has none
+    FROZEN_BYTES = 18  # of them staged with this save; 0: the saver has them
+    FROZEN_AT = 19  # where in the arena they begin, on a page
+    FROZEN_HELD = 20  # saver: the FROZEN that its newest checkpoint has
 
 
 class Decision(IntEnum):

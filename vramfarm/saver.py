@@ -16,12 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120  # a link stays a link
@@ -31,6 +31,7 @@ from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, EndRecord, Env, Phase, Reason, Slot, Word
 
 ALGORITHM: Final = "crc32"
+FROZEN: Final = "frozen"  # in the manifest's state
 FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
 RETRY_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 60.0
@@ -39,6 +40,7 @@ LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last 
 _IDLE_S: Final = 0.02
 _BUSY_S: Final = 0.005
 _LOOK_S: Final = 0.1  # between two looks at whether the ranks live
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,26 @@ class Populating:
 
 @dataclass(frozen=True)
 class Staged:
-    """A rank's part of a save: the image of its shard at the beginning of `memory`, and its JSON."""
+    """
+    A rank's part of a save: the image of its shard at the beginning of `memory`, and its JSON.
+
+    `frozen` names its frozen weights, 0 if it has none; they are staged, or, with no bytes, in an older checkpoint.
+    """
 
     memory: memoryview
     image_bytes: int
     state: dict[str, Any]
+    frozen: int
+    frozen_memory: memoryview
+    frozen_bytes: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's frozen weights, in a committed checkpoint."""
+
+    path: Path
+    shard: protocol.Shard
 
 
 @dataclass
@@ -220,6 +237,8 @@ class Saver:
         page = self._page
         page[Word.SAVE_NS] = time.monotonic_ns() - started
         page[Word.SAVE_BYTES] = manifest.size_bytes
+        for rank, frozen in _frozen_in(manifest).items():
+            page.put(int(rank), Slot.FROZEN_HELD, frozen)
         page[Word.COMMITTED_STEP] = save.step
         page[Word.NUM_COMMITTED] += 1
         say(
@@ -294,11 +313,15 @@ class Saver:
         identity = os.urandom(4).hex()
         temporary = self._orders.directory / f"{protocol.TEMPORARY}{save.step:08d}-{identity}"
         try:
-            if why := folder.want_of_room(self._orders.directory, sum(one.image_bytes for one in staged)):
+            held = [self._held(rank, one, len(staged)) for rank, one in enumerate(staged)]
+            size = sum(
+                one.image_bytes + (0 if there else one.frozen_bytes) for one, there in zip(staged, held, strict=True)
+            )
+            if why := folder.want_of_room(self._orders.directory, size):
                 raise SaveError(why)  # noqa: TRY301  # cleaned up below
             temporary.mkdir()
-            written = self._write_shards(temporary, staged)
-            manifest = self._manifest(save, identity, written, [one.state for one in staged])
+            written = self._write_shards(temporary, staged, held)
+            manifest = self._manifest(save, identity, written, staged)
             folder.commit(temporary, manifest)
         except BaseException:
             folder.discard(temporary)
@@ -319,34 +342,76 @@ class Saver:
         arena = self._stagings[rank].memory
         if size + length > len(arena):
             raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(arena)}")
-        return Staged(arena, size, json.loads(bytes(arena[size : size + length])))
+        frozen, apart = self._page.get(rank, Slot.FROZEN_AT), self._page.get(rank, Slot.FROZEN_BYTES)
+        if apart and not size + length <= frozen <= len(arena) - apart:
+            raise SaveError(f"rank {rank}: staged {apart} frozen bytes at {frozen} in an arena of {len(arena)}")
+        state = json.loads(bytes(arena[size : size + length]))
+        return Staged(arena, size, state, self._page.get(rank, Slot.FROZEN), arena[frozen:], apart)
 
-    def _write_shards(self, temporary: Path, staged: Sequence[Staged]) -> tuple[protocol.Shard, ...]:
-        names = [protocol.shard_name(rank, len(staged)) for rank in range(len(staged))]
-        jobs: list[Future[protocol.Shard]] = [
-            self._pool.submit(writing.write_shard, temporary / name, one.memory, one.image_bytes)
-            for name, one in zip(names, staged, strict=True)
-        ]
+    def _held(self, rank: int, staged: Staged, world_size: int) -> Held | None:
+        """
+        Return where a rank's frozen weights are on this disk already, told by their name or by their checksums.
+
+        None: there are none, or they are to be written.
+        """
+        name = protocol.frozen_name(rank, world_size)
+        for stored in folder.committed(self._orders.directory) if staged.frozen else ():
+            shard = next((one for one in stored.manifest.shards if one.path == name), None)
+            if shard is None:
+                continue
+            if staged.frozen_bytes:
+                same = self._patiently(writing.is_written, staged.frozen_memory[: staged.frozen_bytes], shard)
+            else:
+                same = _frozen_in(stored.manifest).get(str(rank)) == staged.frozen
+            if same:
+                return Held(stored.path / name, shard)
+            if staged.frozen_bytes:
+                return None  # of several checkpoints the newest is compared
+        if staged.frozen and not staged.frozen_bytes:
+            self._page.put(rank, Slot.FROZEN_HELD, 0)
+            raise SaveError("no checkpoint has the frozen weights any more; the next save writes them again")
+        return None
+
+    def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:  # noqa: ANN401  # whatever it takes
+        """Do something slow on a thread; the ranks see that we live."""
+        job = self._pool.submit(call, *arguments)
+        while not job.done():
+            self._pause(_BUSY_S)
+        return job.result()
+
+    def _write_shards(
+        self, temporary: Path, staged: Sequence[Staged], held: Sequence[Held | None]
+    ) -> tuple[protocol.Shard, ...]:
+        jobs: list[Future[protocol.Shard]] = []
+        for rank, (one, there) in enumerate(zip(staged, held, strict=True)):
+            path = temporary / protocol.shard_name(rank, len(staged))
+            jobs.append(self._pool.submit(writing.write_shard, path, one.memory, one.image_bytes))
+            path = temporary / protocol.frozen_name(rank, len(staged))
+            if there is not None:
+                jobs.append(self._pool.submit(writing.link_shard, there.path, path, there.shard))
+            elif one.frozen_bytes:
+                jobs.append(self._pool.submit(writing.write_shard, path, one.frozen_memory, one.frozen_bytes))
         while not all(job.done() for job in jobs):
             self._pause(_BUSY_S)
         return tuple(job.result() for job in jobs)
 
     def _manifest(
-        self, save: Save, identity: str, shards: tuple[protocol.Shard, ...], states: Sequence[dict[str, Any]]
+        self, save: Save, identity: str, shards: tuple[protocol.Shard, ...], staged: Sequence[Staged]
     ) -> protocol.Manifest:
+        frozen = {str(rank): one.frozen for rank, one in enumerate(staged) if one.frozen}
         return protocol.Manifest(
             job=self._orders.job,
             lineage=self._orders.lineage,
             step=save.step,
             id=identity,
             attempt=self._orders.attempt,
-            world_size=len(shards),
+            world_size=len(staged),
             written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             algorithm=ALGORITHM,
             shards=shards,
-            contents=tuple(states[0].get("contents", ())),
+            contents=tuple(staged[0].state.get("contents", ())),
             reason=save.reason.name.lower(),
-            state={"ranks": {str(rank): state for rank, state in enumerate(states)}},
+            state={"ranks": {str(rank): one.state for rank, one in enumerate(staged)}, FROZEN: frozen},
         )
 
     # ------------------------------------------------------------- the ranks
@@ -508,6 +573,12 @@ class Saver:
 
     def _beat(self) -> None:
         self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
+
+
+def _frozen_in(manifest: protocol.Manifest) -> dict[str, int]:
+    """Return the names of each rank's frozen weights. The manifest may be anybody's."""
+    found = manifest.state.get(FROZEN)
+    return found if isinstance(found, dict) else {}
 
 
 def say(text: str) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +24,22 @@ from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, R
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
-Fill = Callable[[memoryview], Callable[[], bool] | None]
+Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
 _POLL_S: Final = 0.001
 _SEE_OFF_S: Final = 10.0
 _TEND_NS: Final = 1_000_000_000
 _SLOW_NS: Final = 60_000_000_000
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A rank's frozen weights: `token` names their bytes, `size_bytes` is the size of their image. 0: there are none."""
+
+    token: int = 0
+    size_bytes: int = 0
+
+
+NO_FROZEN: Final = Frozen()
 
 
 class SaverProcess:
@@ -146,10 +158,10 @@ class Seat:
 
     # -------------------------------------------------------------------- saving
 
-    def prepare(self, size: int) -> memoryview | None:
+    def prepare(self, size: int, frozen: Frozen = NO_FROZEN) -> memoryview | None:
         """Make the staging memory long before it is needed; the saver gives it its pages. Returns at once."""
         try:
-            self._announce(size)
+            self._announce(size + memory.whole_pages(frozen.size_bytes))
         except OSError as error:
             self._complain(f"no staging memory: {error}")
             return None
@@ -164,23 +176,23 @@ class Seat:
         """Ask the saver not to propose a save until the staging memory is ready; it waits two minutes at most."""
         self._put(Slot.WARMING, int(not done))
 
-    def stage(self, step: int, image_bytes: int, state: bytes, fill: Fill) -> bool:
+    def stage(self, step: int, image_bytes: int, state: bytes, fill: Fill, frozen: Frozen = NO_FROZEN) -> bool:
         """
         Put the rank's state into memory that the saver holds. False: not this time, training goes on.
 
-        `fill` writes the image of the shard, all of it; or it starts to, and returns a function that
-        waits until it is there and says whether it is what it should be.
+        `fill` writes the image of the shard, all of it, and that of the frozen weights if it is given memory for
+        them; or it starts to, and returns a function that waits until all is there and says what is wrong with it.
         """
         phase = Phase(self._get(Slot.PHASE))
         self.enter(Phase.SAVING)
         started = False
-        rest: Callable[[], bool] | None = None
+        rest: Callable[[], str] | None = None
         try:
-            arena = self._memory(image_bytes + len(state))
+            arena, apart = self._memory(image_bytes + len(state), frozen)
             if arena is not None:
                 self._put(Slot.ARENA_STEP, step)
                 self._put(Slot.ARENA_STATE, Arena.FILLING)
-                rest = fill(arena[:image_bytes])
+                rest = fill(arena[:image_bytes], apart)
                 arena[image_bytes : image_bytes + len(state)] = state
                 self._put(Slot.IMAGE_BYTES, image_bytes)
                 self._put(Slot.STATE_BYTES, len(state))
@@ -201,16 +213,14 @@ class Seat:
                 self._complete(step, rest)
         return started
 
-    def _complete(self, step: int, rest: Callable[[], bool]) -> None:
+    def _complete(self, step: int, rest: Callable[[], str]) -> None:
         """On a thread: wait for copies that training did not wait for."""
         try:
-            if rest():
+            problem = rest()
+            if not problem:
                 self._publish(step)
                 return
-            self._complain(
-                f"step {step}: the weights were changed outside of optimizer.step() while they were copied; "
-                "from now on training waits for the copy"
-            )
+            self._complain(f"step {step}: {problem}")
         except Exception as error:  # noqa: BLE001  # a device that failed; the trainer will meet it too
             self._complain(f"step {step}: the copy to the host failed: {error!r}")
         self._give_up(step)
@@ -299,15 +309,33 @@ class Seat:
             return None
         return reason
 
-    def _memory(self, size: int) -> memoryview | None:
-        """Return memory of at least `size` that the saver has mapped and is not reading; None if there is none."""
+    def holds(self, frozen: Frozen) -> bool:
+        """Whether the saver has these frozen weights in its newest checkpoint."""
+        return self._get(Slot.FROZEN_HELD) == frozen.token
+
+    def _memory(self, size: int, frozen: Frozen) -> tuple[memoryview | None, memoryview]:
+        """Return memory of at least `size` that the saver has mapped and is not reading, and some for frozen weights that it lacks."""
+        nothing = memoryview(b"")
         if not self._await(lambda: not self.is_pending()):
-            return None
-        if self._arena is None or self._arena.size < size or self._get(Slot.ARENA_STATE) == Arena.NONE:
-            self._announce(size)
+            return None, nothing
+        more = 0 if self.holds(frozen) else frozen.size_bytes
+        apart = memory.whole_pages(more)
+        if self._arena is None or self._arena.size < size + apart or self._get(Slot.ARENA_STATE) == Arena.NONE:
+            self._announce(size + apart)
         if not self._await(lambda: self._get(Slot.ARENA_STATE) != Arena.ANNOUNCED) or self._arena is None:
-            return None
-        return None if self._get(Slot.ARENA_STATE) == Arena.NONE else self._arena.memory
+            return None, nothing
+        if self._get(Slot.ARENA_STATE) == Arena.NONE:
+            return None, nothing
+        self._put(Slot.FROZEN, frozen.token)
+        self._put(Slot.FROZEN_BYTES, more)
+        return self._arena.memory, self._apart(more)
+
+    def _apart(self, size: int) -> memoryview:
+        """Return memory at the arena's end, where the state that grows does not move it."""
+        assert self._arena is not None
+        at = self._arena.size - memory.whole_pages(size)
+        self._put(Slot.FROZEN_AT, at)
+        return self._arena.memory[at : at + size]
 
     def _announce(self, size: int) -> None:
         """Replace the arena."""

@@ -107,14 +107,19 @@ def choose(pieces: Iterable[Piece]) -> list[Piece]:
     for piece in sorted(pieces, key=_largest_first):
         load = loads.setdefault(piece.copies, [0] * piece.copies)
         writer = load.index(min(load)) if piece.spread else 0
-        load[writer] += math.prod(piece.shape) * image.ITEM_BYTES[piece.box.dtype]
+        load[writer] += whole_bytes(piece)
         if writer == piece.copy and not _is_elsewhere(piece):
             mine.append(piece)
     return mine
 
 
 def _largest_first(piece: Piece) -> tuple[int, str]:
-    return -math.prod(piece.shape) * image.ITEM_BYTES[piece.box.dtype], piece.box.key
+    return -whole_bytes(piece), piece.box.key
+
+
+def whole_bytes(piece: Piece) -> int:
+    """Return the size of the whole tensor."""
+    return math.prod(piece.shape) * image.ITEM_BYTES[piece.box.dtype]
 
 
 def _is_elsewhere(piece: Piece) -> bool:

@@ -26,10 +26,19 @@ class Still:
     Weights, buffers and optimizer states as of one walk.
 
     `models` and `states` are their JSON; `names` are those of each optimizer's parameters. `owned` are the
-    keys of tensors that nothing but `optimizer.step()` changes.
+    keys of tensors that nothing but `optimizer.step()` changes, `frozen` those of weights that nothing changes:
+    they want no gradient, and are none of the `restless`, which did so and changed all the same.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], optimizers: _Named, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: _Named,
+        *,
+        rank: int,
+        world_size: int,
+        restless: frozenset[str] = frozenset(),
+    ) -> None:
         self._modules, self._optimizers = models, optimizers
         snapshot = Snapshot(rank, world_size)
         self.models = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
@@ -47,6 +56,19 @@ class Still:
         self._is_known = self._covers(self.pieces)
         owned = {_place(one) for one in _owned(optimizers)}
         self.owned = frozenset(p.box.key for p in self.pieces if p.local.data_ptr() in owned and self._is_known)
+        self.restless = restless
+        places = {p.box.key: p.local.data_ptr() for p in self.pieces}
+        self._frozen = {
+            key: (parameter, _version(parameter))
+            for key, parameter in _parameters(models)
+            if not parameter.requires_grad and key not in restless and places.get(key) == _place(parameter)
+        }
+        self.frozen = frozenset(self._frozen)
+        self.frozen_bytes = sum(staging.whole_bytes(p) for p in self.pieces if p.box.key in self.frozen)
+
+    def thawed(self) -> set[str]:
+        """Return those of the frozen that want a gradient now, or were changed in place."""
+        return {k for k, (p, version) in self._frozen.items() if p.requires_grad or _version(p) != version}
 
     def holds(self) -> bool:
         """Whether all of it is still as it was found, except for what is in the tensors."""
@@ -57,6 +79,7 @@ class Still:
             len(now) == len(self._watched)
             and all(map(operator.is_, now, self._watched))
             and self._look() == self._places
+            and not self.thawed()
         )
 
     def groups(self, name: str) -> list[dict[str, Any]]:
@@ -99,6 +122,17 @@ def _owned(optimizers: _Named) -> Iterator[Tensor]:
             yield from group["params"]
         for inner in optimizer.state.values():
             yield from (one for one in inner.values() if isinstance(one, Tensor))
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, model in models.items():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            yield f"{prefix}.{state.clean_name(model, name)}", parameter
+
+
+def _version(tensor: Tensor) -> int:
+    """Every change in place counts it up, but for one through `.data`."""
+    return int(staging.local_of(tensor)._version)  # noqa: SLF001
 
 
 def _place(tensor: Tensor) -> int:

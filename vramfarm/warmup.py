@@ -20,7 +20,7 @@ import torch
 
 from vramfarm import memory
 from vramfarm.memory import PIECE_BYTES
-from vramfarm.seat import Seat
+from vramfarm.seat import Frozen, Seat
 
 _SHARE: Final = 0.3  # of the time for which the device has work
 _FRUITLESS: Final = 12  # turns without a piece, then a thread does it
@@ -33,11 +33,16 @@ class WarmUp:
     """From the first finished step to staging memory that is ready. A turn costs microseconds, or time that nobody misses."""
 
     def __init__(
-        self, seat: Seat, size: int, device: torch.device | None, rehearse: Callable[[memoryview], None]
+        self,
+        seat: Seat,
+        size: int,
+        apart: Frozen,
+        device: torch.device | None,
+        rehearse: Callable[[memoryview], None],
     ) -> None:
         self._seat = seat
         self._rehearse = rehearse
-        self._memory = seat.prepare(size)
+        self._memory = seat.prepare(size, apart)
         self._pins = Pins(self._memory, device) if device is not None and self._memory is not None else None
         self._thread: threading.Thread | None = None
         self._waited = 0

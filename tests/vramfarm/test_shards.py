@@ -40,7 +40,9 @@ def write(directory, tensors, world_size, *, rows=("w",)):
         shard = staging.lay_out(pieces)
         memory = memoryview(bytearray(shard.size_bytes))
         layout = Layout(shard, None, (), {}, frozenset())
-        Copier([], hide=True).fill(memory, Taken(layout, {p.box.key: p.local for p in pieces}, b"", is_new=True))
+        Copier([], hide=True).fill(
+            memory, memoryview(b""), Taken(layout, {p.box.key: p.local for p in pieces}, b"", is_new=True)
+        )
         path = temporary / protocol.shard_name(rank, world_size)
         shards.append(writing.write_shard(path, memory, shard.size_bytes))
     manifest = protocol.Manifest("job", 0, 5, "0123abcd", 1, world_size, "", "crc32", tuple(shards))
