@@ -143,6 +143,7 @@ class TaskKind(StrEnum):
     RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
     TIDY = "tidy"  # remote retention
+    LEASE = "lease"  # takes the lease of the run and renews it; runs as long as the runner does
     VERIFY = "verify"  # compare one checkpoint in the store with its manifest, byte counts and checksums
 
 
@@ -152,6 +153,7 @@ class Running:
     started_at: datetime
     progress: float = 0.0  # 0 to 1
     note: str = ""
+    told: Mapping[str, Any] = field(default_factory=dict)  # what it found out so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +214,31 @@ class Live:
     attempt_id: str
     trainers: tuple[int, ...]  # pids: shim, launcher, ranks, their workers
     savers: tuple[int, ...]  # pids: they outlive the trainers until their save is committed
+
+
+# ----------------------------------------------------------------------------------- lease
+
+
+class LeaseState(StrEnum):
+    """Whether this runner is the one that may write to the store. HELD and NOT_NEEDED are."""
+
+    NOT_NEEDED = "not_needed"  # no store, or one that cannot keep two writers apart
+    UNKNOWN = "unknown"  # not asked for, or no answer yet
+    WATCHING = "watching"  # another runner's; does it live?
+    HELD = "held"
+    LAPSED = "lapsed"  # ours, and not renewed in time: another one may take it
+    TAKEN = "taken"  # another runner has it, and lives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to write this run, as far as it is known here. `who` has it, `until` by its own clock."""
+
+    state: LeaseState = LeaseState.NOT_NEEDED
+    fence: int = 0
+    who: str = ""
+    until: str = ""
+    trouble: str = ""
 
 
 # ---------------------------------------------------------------------------------- server
@@ -296,6 +323,7 @@ class Observed:
     global_batch: int = 0  # samples a step, where job.yaml says it
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine
+    lease: Lease = Lease()
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False

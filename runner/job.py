@@ -400,7 +400,7 @@ class Job(Model):
 
     name: str = Field(
         default="job",
-        description="One name, one run: its folder, its prefix in the store. Two machines must not use one at once. `{date}` for nightly runs.",
+        description="One name, one run: its folder, its prefix in the store, its lease there: a second machine that starts it ends with 5. `{date}` for nightly runs.",
     )
     command: str = Field(
         min_length=1,

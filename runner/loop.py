@@ -10,6 +10,7 @@ from runner.policy.lifecycle import (
     Accept,
     Action,
     Begin,
+    Cease,
     Conclude,
     Discard,
     End,
@@ -36,6 +37,7 @@ class World(Protocol):
     def digest(self) -> str: ...
     def new_id(self) -> str: ...
     def begin(self, kind: TaskKind, subject: str) -> None: ...
+    def cease(self, kind: TaskKind) -> None: ...
     def discard(self, name: str) -> None: ...
     def prune(self, ref: Ref) -> None: ...
     def set_aside(self, ref: Ref) -> None: ...
@@ -82,6 +84,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.accepted(world.digest(), seen.now))
         case Begin(kind=kind, subject=subject):
             world.begin(kind, subject)
+        case Cease(kind=kind):
+            world.cease(kind)
         case Discard(name=name):
             world.discard(name)
         case Prune(ref=ref):

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, OffloadPolicy, PathSource
+from runner.keeper import keep_lease
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, Store, open_store, transfer
@@ -173,6 +174,20 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     return {**look(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 
+def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    del progress
+    return {
+        "told": keep_lease(
+            _store(arguments),
+            arguments["job"],
+            holder=arguments["holder"],
+            who=arguments["who"],
+            status=Path(arguments["run_dir"]) / "status.json",
+            tell=_say,
+        )
+    }
+
+
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
@@ -191,6 +206,7 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
     TaskKind.PUBLISH: publish,
     TaskKind.TIDY: tidy,
     TaskKind.VERIFY: verify,
+    TaskKind.LEASE: lease,
 }
 
 

@@ -11,17 +11,31 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
-from runner.facts import Attempt, Ending, Failed, Finished, History, Observed, Running, Server, TaskKind
+from runner.facts import (
+    Attempt,
+    Ending,
+    Failed,
+    Finished,
+    History,
+    Lease,
+    LeaseState,
+    Observed,
+    Running,
+    Server,
+    TaskKind,
+)
 from runner.job import Job, format_duration
-from runner.policy.cadence import MEAN_TIME, Lease, decide_cadence, time_between_failures
+from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
 from runner.policy.fleet import billed
 from runner.policy.lifecycle import (
     EXIT_CODES,
     LEFT,
+    LOCKED,
     WRONG_JOB,
     Accept,
     Action,
     Begin,
+    Cease,
     Conclude,
     Discard,
     End,
@@ -36,7 +50,11 @@ from runner.policy.lifecycle import (
     Wait,
 )
 
-OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {LEFT: "left", WRONG_JOB: "refused"}
+OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
+    LEFT: "left",
+    WRONG_JOB: "refused",
+    LOCKED: "locked",
+}
 
 
 def size(num_bytes: float) -> str:
@@ -134,6 +152,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"verify {name} in the store: sizes and checksums, as the store reports them"
         case Begin():
             return ""  # quick, and again and again: their ends are told
+        case Cease(kind=kind, reason=reason):
+            return f"cease {kind}: {reason}"
         case Discard(name=name):
             return f"discard {name}: it was never committed"
         case Prune(ref=ref, reason=reason):
@@ -214,7 +234,26 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
     if before and after.progress.num_failed > before.progress.num_failed and after.progress.save_error:
         yield f"{after.progress.save_error}; training goes on"
+    if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
+        yield line
     yield from _task_changes(before, after)
+
+
+def _lease_change(before: Lease, after: Lease) -> str:
+    match after.state:
+        case LeaseState.WATCHING:
+            return f"{after.who or 'another runner'} had this run last: watching for a minute whether it lives"
+        case LeaseState.HELD if before.state is LeaseState.LAPSED:
+            return "the lease of the run is renewed: copies go on"
+        case LeaseState.HELD if before.state is LeaseState.WATCHING:
+            return f"it is silent; the run is ours now (lease {after.fence})"
+        case LeaseState.LAPSED:
+            why = f": {after.trouble}" if after.trouble else ""
+            return f"the lease of the run cannot be renewed{why}; training goes on, copies wait"
+        case LeaseState.NOT_NEEDED:
+            return "the store has no conditional writes: nothing here keeps a second machine from writing this run"
+        case _:
+            return ""
 
 
 def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
@@ -245,14 +284,14 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line 
             return f"journal, status, logs and outcome are in the store: {summary}"
         case TaskKind.SETUP:
             return f"the code is in place: {summary}"
-        case TaskKind.TIDY:
+        case TaskKind.TIDY | TaskKind.LEASE:
             return ""
 
 
 def still_running(seen: Observed, *, longer_than: timedelta) -> Iterator[str]:
     """How far slow work has got, once it is slow enough to wonder about."""
     for kind, state in seen.tasks.items():
-        if isinstance(state, Running) and seen.now - state.started_at >= longer_than:
+        if kind is not TaskKind.LEASE and isinstance(state, Running) and seen.now - state.started_at >= longer_than:
             note = f" ({state.note})" if state.note else ""
             so_far = span((seen.now - state.started_at).total_seconds())
             yield f"{kind} {state.subject}: {state.progress:.0%} after {so_far}{note}"
@@ -318,6 +357,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "deadline_at": seen.deadline_at.isoformat() if seen.deadline_at else None,
         "cost": cost(around.server, around.first_boot_at, seen.now),
         "server": around.server.id if around.server else None,
+        "lease": {"state": seen.lease.state, "fence": seen.lease.fence, "who": seen.lease.who},
         "outcome": outcome,
         "reason": history.conclusion.reason if history.conclusion else None,
         "exit_code": EXIT_CODES[outcome] if outcome else None,
@@ -418,7 +458,7 @@ def tell_cadence(job: Job, history: History, seen: Observed) -> str:
     if not seen.last_save_s:
         return ""
     measured = time_between_failures(history, seen.now)
-    between = measured or MEAN_TIME[Lease.ON_DEMAND]
+    between = measured or MEAN_TIME[Rental.ON_DEMAND]
     now = job.checkpoint.save_interval
     found = decide_cadence(now, seen.last_save_s, seen.last_upload_s, between)
     if not found.matters:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import threading
 import uuid
@@ -34,21 +35,25 @@ from runner.facts import (
     Failed,
     Finished,
     History,
+    Lease,
+    LeaseState,
     Live,
     Observed,
     Outcome,
     Progress,
+    Running,
     Server,
     TaskKind,
     TaskState,
 )
 from runner.job import Job
 from runner.policy.batch import accumulation
+from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import deadline
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, write_durable
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
@@ -64,6 +69,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
+_NAMED_BY_HAND: Final = frozenset({"command", "docker"})  # two of their servers may have one id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,10 @@ class RunFolder:
     @property
     def status(self) -> Path:
         return self.root / "status.json"
+
+    @property
+    def holder(self) -> Path:
+        return self.root / "holder"
 
     @property
     def tasks(self) -> Path:
@@ -132,6 +142,8 @@ class RealWorld:
         self._boot_id = _BOOT_ID.read_text().strip()
         self._store = _StoreView()
         self._logs = _Logs(folder.root / "logs")
+        self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
+        self._holder = _identify_holder(setting.server, folder, disk)
         self._sight = _AttemptSight(folder)
         self._conclusion: Conclusion | None = None
         self._code = source_folder(
@@ -144,6 +156,11 @@ class RealWorld:
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
 
     def close(self) -> None:
+        """What writes to the store ends, and then the lease is given back."""
+        for kind in TaskKind:
+            if kind is not TaskKind.LEASE:
+                self._board.end(kind)
+        self._board.finish(TaskKind.LEASE)
         logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it calls its own end an error
         self._watcher.stop()
         self._watcher.join(1)
@@ -175,6 +192,7 @@ class RealWorld:
             refusal=self._setting.refusal,
             num_procs=self._setting.num_procs,
             global_batch=self._job.batch.global_ if self._job.batch else 0,
+            lease=self._lease.look(tasks.get(TaskKind.LEASE)),
             setup_digest=self._setting.setup_digest,
             set_up=self._is_set_up_now(tasks),
             stop_requested=self._folder.stop.exists(),
@@ -266,8 +284,13 @@ class RealWorld:
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
             "outputs": list(setting.job.outputs),
             "withhold": sorted(setting.withhold),
+            "holder": self._holder,
+            "who": _describe_holder(setting.server, self._folder),
             "conclusion": dump_conclusion(self._conclusion) if self._conclusion else None,
         }
+
+    def cease(self, kind: TaskKind) -> None:
+        self._board.end(kind)
 
     def discard(self, name: str) -> None:
         self.checkpoints.discard(name)
@@ -492,6 +515,62 @@ class _StoreView:
             self.job = (state.result.get("job") or {}).get("identity") or {}
         if state.result.get("outcome"):
             self.conclusion = parse_conclusion(state.result["outcome"])
+
+
+class _LeaseView:
+    """What the keeper told, and for how long it holds."""
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._told: Mapping[str, Any] = {"state": LeaseState.UNKNOWN if is_needed else LeaseState.NOT_NEEDED}
+        self._renewed_s: float | None = None
+
+    def look(self, task: TaskState) -> Lease:
+        trouble = ""
+        if isinstance(task, Running):
+            self._learn(task.told)
+            trouble = task.note
+        elif isinstance(task, Finished):
+            self._learn(task.result.get("told", {}))
+        elif isinstance(task, Failed):
+            trouble = task.error
+        state = LeaseState(self._told["state"])
+        if self._renewed_s is not None and state in {LeaseState.HELD, LeaseState.UNKNOWN}:
+            is_fresh = may_write(self._renewed_s, process.boot_time_s(), Pace())
+            state = LeaseState.HELD if is_fresh else LeaseState.LAPSED
+        told = self._told
+        return Lease(
+            state=state,
+            fence=int(told.get("fence", 0)),
+            who=str(told.get("who", ""))[:200],
+            until=str(told.get("until", ""))[:40],
+            trouble=trouble,
+        )
+
+    def _learn(self, told: Mapping[str, Any]) -> None:
+        if told.get("state"):
+            self._told = told
+        if told.get("renewed_s") is not None:
+            self._renewed_s = float(told["renewed_s"])
+
+
+def _identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> str:
+    """
+    A rented server has one container at a time, on whatever disk. Elsewhere it is this run
+    folder on this disk: a copy of it, restored on another machine, is another holder.
+    """
+    if server and server.provider not in _NAMED_BY_HAND:
+        return f"{server.provider}/{server.id}{folder.root}"
+    path = folder.holder
+    if not path.exists():
+        write_durable(disk, path, uuid.uuid4().hex.encode())
+    found = path.stat()
+    return f"{path.read_text().strip()}-{found.st_ino:x}-{found.st_ctime_ns:x}"
+
+
+def _describe_holder(server: Server | None, folder: RunFolder) -> str:
+    where = f"server {server.id}, " if server else ""
+    return f"{where}{socket.gethostname()}:{folder.root}, pid {os.getpid()}"
 
 
 def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:

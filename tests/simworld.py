@@ -209,6 +209,9 @@ class SimWorld:
         self.elsewhere.outcome = Conclusion(outcome=outcome, reason="published", at=self.elsewhere.now)
         return ""
 
+    def cease(self, kind: TaskKind) -> None:
+        del self.tasks[kind]
+
     # ----------------------------------------------------------------------- checkpoints
 
     def discard(self, name: str) -> None:

@@ -98,9 +98,11 @@ def _run(
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
         teller = Teller(job, folder, around, machine=_describe(setting), stop_timeout=told)
         _listen(world)
-        end = run_loop(job, journal, world, teller)
-        teller.close(journal.history, end)
-        world.close()
+        try:
+            end = run_loop(job, journal, world, teller)
+            teller.close(journal.history, end)
+        finally:
+            world.close()
     hold = None if job.finish.hold == "auto" else job.finish.hold.total_seconds()
     keep = job.finish.save_folder if end.keep else None
     stop = end.stop and server is not None

@@ -18,14 +18,14 @@ from typing import Final
 from runner.facts import Ending, History
 
 
-class Lease(StrEnum):
+class Rental(StrEnum):
     """How a server is rented. INTERRUPTIBLE: it may be taken away at any moment."""
 
     ON_DEMAND = "on_demand"
     INTERRUPTIBLE = "interruptible"
 
 
-MEAN_TIME: Final = {Lease.ON_DEMAND: timedelta(days=7), Lease.INTERRUPTIBLE: timedelta(hours=2)}
+MEAN_TIME: Final = {Rental.ON_DEMAND: timedelta(days=7), Rental.INTERRUPTIBLE: timedelta(hours=2)}
 """Between failures, where nothing is known: an assumption, and said to be one."""
 
 _SHORTEST: Final = timedelta(minutes=1)

@@ -12,6 +12,7 @@ from runner.facts import (
     Failed,
     Finished,
     History,
+    LeaseState,
     Live,
     Observed,
     Outcome,
@@ -38,6 +39,7 @@ EXIT_CODES = {
 }
 LEFT = 75
 WRONG_JOB = 2
+LOCKED = 5
 SPARE_BYTES = 1 << 20
 
 
@@ -52,6 +54,14 @@ class Begin:
 
     kind: TaskKind
     subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cease:
+    """End slow work that may not go on; it is begun again when it may."""
+
+    kind: TaskKind
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,7 @@ class Wait:
 Action = (
     Accept
     | Begin
+    | Cease
     | Discard
     | Prune
     | SetAside
@@ -165,6 +176,8 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
         return Accept()
     if _may_go_on(history, seen):
         history = replace(history, conclusion=None)
+    if ceasing := _cease(seen):
+        return ceasing
     if seen.live is not None:
         return _while_live(job, history, seen, seen.live)
     if history.attempts and history.attempts[-1].ending is None:
@@ -223,6 +236,8 @@ def _why_leave(history: History, seen: Observed) -> str:
         return "asked to stop"
     if history.conclusion:
         return "the job is over"
+    if seen.lease.state is LeaseState.TAKEN:
+        return f"another runner took this run: {seen.lease.who}"
     if limit is not None and seen.now >= limit:
         return "the time limit is near"
     return ""
@@ -245,6 +260,7 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
     """What is always right, whoever is training: get copies off the machine, keep the disk free."""
     return (
         _trim_logs(job, seen)
+        or _hold_lease(job, seen)
         or _survey(job, seen)
         or _set_aside(seen)
         or _upload(job, seen)
@@ -254,6 +270,27 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
 
 def _trim_logs(job: Job, seen: Observed) -> Action | None:
     return TrimLogs(job.logs.max_size) if seen.log_bytes > job.logs.max_size else None
+
+
+def _hold_lease(job: Job, seen: Observed) -> Action | None:
+    """Taken before the store is touched, and kept as long as the runner lives."""
+    if job.offload.to is None or seen.lease.state in {LeaseState.NOT_NEEDED, LeaseState.TAKEN}:
+        return None
+    return _begin(TaskKind.LEASE, "of the run", seen)
+
+
+def may_write(seen: Observed) -> bool:
+    """Whether this runner is the one that writes this run's part of the store."""
+    return seen.lease.state in {LeaseState.HELD, LeaseState.NOT_NEEDED}
+
+
+def _cease(seen: Observed) -> Cease | None:
+    """Whoever lost the lease, or could not renew it for a while, stops writing before another one begins."""
+    if may_write(seen):
+        return None
+    writing = (kind for kind in _WRITERS if isinstance(seen.tasks.get(kind), Running))
+    kind = next(writing, None)
+    return None if kind is None else Cease(kind, "this runner does not have the lease of the run now")
 
 
 def _survey(job: Job, seen: Observed) -> Action | None:
@@ -322,11 +359,14 @@ def _subject(state: TaskState) -> str:
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
+_WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH)
 
 
 def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
     """Start it unless it runs, is done, cannot be done, has just failed, or another one is in its way."""
     if kind in _LISTING and any(isinstance(seen.tasks.get(other), Running) for other in _LISTING):
+        return None
+    if kind in _WRITERS and not may_write(seen):
         return None
     match seen.tasks.get(kind):
         case Running():
@@ -366,7 +406,9 @@ def _between_attempts(job: Job, history: History, seen: Observed) -> Action:
     return _reason_to_end(job, history, seen) or _prepare(job, history, seen) or _next_attempt(job, history, seen)
 
 
-def _reason_to_end(job: Job, history: History, seen: Observed) -> Action | None:
+def _reason_to_end(  # noqa: PLR0911  # one line a reason
+    job: Job, history: History, seen: Observed
+) -> Action | None:
     recent = history.attempts[history.budget_from :]
     succeeded = bool(recent) and recent[-1].ending is Ending.SUCCEEDED
     limit = limit_at(history, seen)
@@ -376,6 +418,8 @@ def _reason_to_end(job: Job, history: History, seen: Observed) -> Action | None:
         return Conclude(Outcome.STOPPED, "asked to stop")
     if seen.leaving:
         return Leave()
+    if seen.lease.state is LeaseState.TAKEN:
+        return _lock_out(job, seen)
     if seen.refusal:
         return _refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:
@@ -395,7 +439,7 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if job.offload.to is None:
         return None
     if seen.offsite is None:
-        return _wait_for_store(job, seen)
+        return _wait_for_lease(job, seen) or _wait_for_store(job, seen)
     if seen.other_job and not history.attempts:
         hint = "give the job another name, or pass --accept-change to go on with the change"
         return _refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
@@ -410,8 +454,22 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
 
 
+def _wait_for_lease(job: Job, seen: Observed) -> Action | None:
+    """A store that does not answer is for `_answer`; another's lease is watched before anything is done."""
+    if may_write(seen):
+        return None
+    return _answer(TaskKind.LEASE, "of the run", job, seen)
+
+
 def _wait_for_store(job: Job, seen: Observed) -> Action | None:
-    state = seen.tasks.get(TaskKind.SURVEY)
+    if not may_write(seen):
+        return None  # there is something here to go on with
+    return _answer(TaskKind.SURVEY, "store", job, seen)
+
+
+def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | None:
+    """Have the store's answer; None: it has none, and there is something on this disk to go on with."""
+    state = seen.tasks.get(kind)
     if isinstance(state, Failed):
         if state.final:
             return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
@@ -420,8 +478,8 @@ def _wait_for_store(job: Job, seen: Observed) -> Action | None:
             return _refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
-        return _begin(TaskKind.SURVEY, "store", seen) or Wait(retry_at(state))
-    return _begin(TaskKind.SURVEY, "store", seen) or Wait()
+        return _begin(kind, subject, seen) or Wait(retry_at(state))
+    return _begin(kind, subject, seen) or Wait()
 
 
 def _set_up(seen: Observed) -> Action | None:
@@ -487,6 +545,14 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
     return Launch(len(history.attempts) + 1, plan.ref, plan.lineage, env)
 
 
+def _lock_out(job: Job, seen: Observed) -> End:
+    """The loser stops itself only. What is only here stays here."""
+    stop, lease = job.finish.on_failure is AtEnd.STOP, seen.lease
+    until = f", until {lease.until}" if lease.until else ""
+    reason = f"another runner has this run: {lease.who or 'somebody'} (lease {lease.fence}{until})"
+    return End(code=LOCKED, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+
+
 def _refuse_job(reason: str, job: Job, seen: Observed) -> End:
     stop = job.finish.on_failure is AtEnd.STOP
     return End(code=WRONG_JOB, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
@@ -506,6 +572,8 @@ def _after_the_end(job: Job, history: History, seen: Observed) -> Action:
     assert history.conclusion is not None
     if seen.leaving:
         return Leave()
+    if seen.lease.state is LeaseState.TAKEN:
+        return _lock_out(job, seen)
     pending = _bring_off(job, history, seen)
     if pending is not None:
         return pending
@@ -541,9 +609,13 @@ def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
     """The next thing to do before the end, or None when all is done, or cannot be."""
     if job.offload.to is None:
         return _tidy(job, history, seen)
+    assert history.conclusion is not None
+    late = history.conclusion.at + STORE_PATIENCE
     deadline_near = seen.deadline_at is not None and seen.now >= seen.deadline_at - timedelta(seconds=20)
     if deadline_near:
         return None
+    if not may_write(seen):
+        return _try(TaskKind.LEASE, "of the run", history, seen, wanted=seen.now < late)
     return (
         _try(TaskKind.SURVEY, "store", history, seen, wanted=seen.offsite is None)
         or _set_aside(seen)

@@ -17,7 +17,19 @@ from typing import Final
 _EXAMPLES: Final = 3
 _MAX_ENTRIES: Final = 200_000
 _OURS: Final = frozenset(
-    {".vramfarm", "checkpoints", "logs", "lib", "job.json", "journal.jsonl", "lock", "status.json", "stop", ".ballast"}
+    {
+        ".vramfarm",
+        "checkpoints",
+        "logs",
+        "lib",
+        "job.json",
+        "journal.jsonl",
+        "lock",
+        "holder",
+        "status.json",
+        "stop",
+        ".ballast",
+    }
 )
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
 

@@ -106,6 +106,11 @@ def end_all(
     return _wait_until_none(look, timeout_s, each_time=lambda left: kill(_without(spare, left), signal.SIGKILL))
 
 
+def boot_time_s() -> float:
+    """A clock that no setting changes and no sleep of the machine stops; the same for all its processes."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def spawn(  # noqa: PLR0913  # the names are Popen's
     argv: Sequence[str],
     *,

@@ -28,6 +28,7 @@ _ROLE: Final = "task"
 _NICENESS: Final = 10  # training goes first
 _LOG_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 4096
+FINISH: Final = signal.SIGUSR1  # a task that listens to it ends by itself
 
 
 class TaskBoard:
@@ -84,6 +85,14 @@ class TaskBoard:
         with suppress(subprocess.TimeoutExpired):
             task.popen.wait(timeout_s)
 
+    def finish(self, kind: TaskKind, *, timeout_s: float = 10.0) -> None:
+        """Ask a running task to end by itself (`FINISH`), and end it if it does not."""
+        if task := self._tasks.get(kind):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                task.popen.send_signal(FINISH)
+                task.popen.wait(timeout_s)
+        self.end(kind)
+
     def kill_leftovers(self, *, timeout_s: float = 10.0) -> tuple[int, ...]:
         """End tasks of this run that an earlier runner started; return the pids that would not go."""
         mine = {task.popen.pid for task in self._tasks.values()}
@@ -101,6 +110,8 @@ class TaskBoard:
         for line in task.lines.read():
             task.last = line if {"result", "error"} & line.keys() else task.last
             state = _progressed(state, line)
+            if "told" in line:
+                self._failures.pop((kind, state.subject), None)  # it works; a failure to come is the first one
         self._states[kind] = state
         if code is None:
             return
@@ -170,7 +181,8 @@ def _progressed(state: Running, line: Mapping[str, Any]) -> Running:
     progress = line.get("progress")
     if not isinstance(progress, int | float):
         return state
-    return replace(state, progress=float(progress), note=str(line.get("note", state.note)))
+    told = line.get("told", state.told)
+    return replace(state, progress=float(progress), note=str(line.get("note", state.note)), told=told)
 
 
 def _died(kind: TaskKind, code: int, tail: str) -> str:

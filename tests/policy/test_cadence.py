@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.facts import Attempt, Ending, History
-from runner.policy.cadence import MEAN_TIME, Lease, advise_interval, decide_cadence, time_between_failures
+from runner.policy.cadence import MEAN_TIME, Rental, advise_interval, decide_cadence, time_between_failures
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
-WEEK = MEAN_TIME[Lease.ON_DEMAND]
+WEEK = MEAN_TIME[Rental.ON_DEMAND]
 
 
 def minutes(number):

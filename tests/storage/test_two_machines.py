@@ -1,0 +1,72 @@
+"""One run, several machines (workspaces), one store: real runners. What they tell each other is in the store alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
+JOB = """
+name: tiny
+command: {python} {trainer} --steps {steps} --step-time 0.05 --bytes 1000
+launcher: command
+cpu_processes: 1
+checkpoint: {{save_interval: 1s}}
+offload: {{to: "file://{store}"}}
+restart: {{initial_delay: 0s}}
+"""
+
+
+class Machines:
+    def __init__(self, folder):
+        self.folder, self.begun = folder, []
+
+    def start(self, name, *, steps):
+        """A runner in a workspace of its own."""
+        job = self.folder / f"job-{steps}.yaml"
+        job.write_text(JOB.format(python=sys.executable, trainer=TRAINER, steps=steps, store=self.folder / "store"))
+        env = {**os.environ, "VRAMFARM_WORKSPACE": str(self.folder / name)}
+        argv = [sys.executable, "-m", "runner", "run", "--config", str(job), "--accept-change"]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.begun.append(subprocess.Popen(argv, env=env, stderr=log, stdout=log, cwd=Path(__file__).parents[2]))
+        return self.begun[-1]
+
+    def log(self, name):
+        return (self.folder / f"{name}.log").read_text()
+
+    def until(self, name, text):
+        deadline = time.monotonic() + 60
+        while text not in self.log(name):
+            assert time.monotonic() < deadline, self.log(name)
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def machines(tmp_path):
+    machines = Machines(tmp_path)
+    yield machines
+    for process in machines.begun:
+        process.send_signal(signal.SIGTERM)
+    for process in machines.begun:
+        process.wait(60)
+
+
+def test_a_second_machine_is_told_who_has_the_run_and_a_third_goes_on_with_it(machines):
+    """
+    While one trains another one ends with 5; after it left, the next needs not wait.
+    """
+    first = machines.start("first", steps=5000)
+    machines.until("first", "is in the store")
+
+    assert 5 == machines.start("second", steps=5000).wait(90), machines.log("second")
+    assert f"another runner has this run: {os.uname().nodename}:{machines.folder / 'first'}" in machines.log("second")
+    first.send_signal(signal.SIGTERM)
+    assert 75 == first.wait(60), machines.log("first")
+
+    machines.start("third", steps=5000)
+    machines.until("third", "from step")
+    assert "watching" not in machines.log("third")
