@@ -222,9 +222,9 @@ class Guardian:
 
     def _told(self, heard: Armed) -> Armed:
         """What the runner said, with a line about it."""
-        if heard.rented != self._armed.rented:
+        if _name(heard.rented) != _name(self._armed.rented):
             log(f"{_name(heard.rented)}, by job.yaml")
-        else:
+        elif heard.deadline_at != self._armed.deadline_at:
             log(f"deadline {_show(heard.deadline_at)}, set by the runner")
         return heard
 
@@ -254,8 +254,11 @@ class Guardian:
     def _stay(self, end: End) -> End:
         """Keep the server as the job asks, though not past the deadline; its folder is kept even then."""
         if not self._leaving:
-            until = _show(self._armed.deadline_at)
-            log(f"the run ended with code {end.code}; the server stays, as the job asks, until the deadline {until}")
+            until, price = _show(self._armed.deadline_at), _price(self._armed.rented)
+            log(
+                f"the run ended with code {end.code}; the server stays, as the job asks, and is billed{price} "
+                f"until the deadline {until}"
+            )
         while not (self._leaving or self._is_due()):
             self._sleep(self._waits.look)
         return replace(end, keep=self._armed.keep)
@@ -268,7 +271,9 @@ class Guardian:
         stop_file = Path(self._armed.run or self._workspace / ".vramfarm") / "stop"
         reason = f" ({end.reason})" if end.reason else ""
         log(f"the run ended with code {end.code}{reason}; the server is held for a look until {_show(until)}")
-        log(f"{left.total_seconds() / 60:.0f} min left; touch {stop_file} to stop the server now")
+        log(
+            f"{left.total_seconds() / 60:.0f} min left{_price(self._armed.rented)}; touch {stop_file} to stop the server now"
+        )
         ends_mono = time.monotonic() + left.total_seconds()
         while not (self._leaving or os.path.exists(stop_file)):  # noqa: PTH110  # Path's raises when the disk is broken
             if is_due(until, datetime.now(UTC), ends_mono, time.monotonic()):
@@ -281,6 +286,7 @@ class Guardian:
         teller = _Teller(self._waits.repeat_log)
         answer, tries, known = self._read(server), 0, False
         log(PROVIDERS[server.provider].explain(self._keep(end), answer))
+        again_at = time.monotonic() + self._waits.stopping
         while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
             if known and answer.state is ServerState.GONE:
@@ -291,11 +297,12 @@ class Guardian:
                 self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
                 if self._leaving:
                     return
-            if answer.state is ServerState.STOPPING:
+            if answer.state is ServerState.STOPPING and time.monotonic() < again_at:
                 answer = self._read(server)
                 if answer.state is ServerState.RUNNING:
-                    log(f"{server.id} runs again ({answer.detail}): saving {end.keep} failed; asking again")
+                    log(f"{server.id} runs again ({answer.detail}): the stop was not carried out; asking again")
                 continue
+            again_at = time.monotonic() + self._waits.stopping
             answer = self._ask(server, end)
             tries += 1
 
@@ -451,6 +458,10 @@ def _show_exit(code: int | None) -> str:
     if code is None:
         return "not started"
     return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+def _price(server: Server | None) -> str:
+    return f", {server.price_per_hour} {server.currency} an hour" if server and server.price_per_hour else ""
 
 
 def _cost(server: Server, answer: Answer) -> str:

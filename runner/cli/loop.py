@@ -88,6 +88,7 @@ def _run(
 ) -> End:
     job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
     server = prove(server, env)
+    lifeline.server(server)  # with its price
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
         _check_same_job(loaded, folder, accept_change=args.accept_change)

@@ -35,6 +35,7 @@ class Waits:
     ask_first: float = 2.0
     ask_last: float = 60.0
     read: float = 2.0  # between looks at a server that is stopping
+    stopping: float = 600.0  # a stop that takes longer is asked for again
     repeat_log: float = 600.0
     look: float = 1.0  # between looks at the clock and the stop file
 

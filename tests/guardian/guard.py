@@ -27,6 +27,7 @@ FAST = Waits(
     ask_first=0.02,
     ask_last=0.1,
     read=0.05,
+    stopping=0.5,
     look=0.05,
 )
 

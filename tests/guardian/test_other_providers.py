@@ -118,3 +118,59 @@ def test_a_job_that_says_none_leaves_the_server_alone(at_home, tmp_path):
 
         assert 7 == guardian.wait(30)
         assert "running" == cloud.now()
+
+
+class Stuck(Vast):
+    """Says that it is stopping, for ever, until it is asked often enough."""
+
+    asked = 0
+
+    def halt(self, state: str) -> None:
+        self.asked += 1
+        if self.asked > 3:
+            super().halt(state)
+
+    def _instance(self):
+        wished = "stopped" if self.asked else "running"
+        return super()._instance() | {"intended_status": wished}
+
+
+def test_a_server_that_is_stopping_for_ever_is_asked_again(at_home, tmp_path):
+    """
+    Patience with a stop ends, too.
+    """
+    with serving(Stuck(), tmp_path) as cloud:
+        guardian = at_home(FAILED, **cloud.env)
+
+        assert 6 == guardian.wait(30)
+        assert ("stopped", 4) == (cloud.now(), cloud.asked)
+
+
+def test_names_that_lead_nowhere_are_asked_for_again_until_they_do(tmp_path):
+    """
+    DNS is gone for a while: what the provider never heard is no stop.
+    """
+    alone = ("unshare", "--mount", "--propagation", "private")
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no mount namespace can be made here")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    with serving(RunPod(), tmp_path) as cloud:
+        url = cloud.url.replace("127.0.0.1", "api.runpod.example")
+        guardian = subprocess.Popen(
+            [*alone, "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts), *GUARD, DONE],
+            env={**os.environ, **cloud.env, "RUNPOD_REST_URL": f"{url}/v1", "VRAMFARM_WORKSPACE": str(tmp_path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        line = ""
+        while "not stopped yet" not in line:
+            line = guardian.stderr.readline()
+            assert line, "it ended"
+        heard = len(cloud.requests)
+
+        hosts.write_text("127.0.0.1 localhost api.runpod.example\n")
+
+        guardian.communicate(timeout=60)
+    assert "no answer from" in line
+    assert (0, 0, "deleted") == (heard, guardian.returncode, cloud.now())

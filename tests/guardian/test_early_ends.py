@@ -1,0 +1,83 @@
+"""`run` itself on a rented server: every early end stops that server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner import guardian
+from runner.supervise.process import find
+from tests.farmhouse import Farmhouse, wait_until
+
+RUN = (sys.executable, "-I", guardian.__file__)
+JOB = "name: small\ncommand: python3 train.py\nlauncher: command\n"
+
+
+@pytest.fixture
+def run(house: Farmhouse, tmp_path: Path):
+    """Rent a server that runs this job; returns its id."""
+
+    def run(job: str, *, hold: str = "0") -> str:
+        house.fail()
+        (tmp_path / "job.yaml").write_text(job)
+        (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+        return house.rent([*RUN, "--config", str(tmp_path / "job.yaml")], env={"RUNNER_HOLD_S": hold})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "said"),
+    [
+        pytest.param(JOB + "limts: {}\n", 2, "limts", id="a typo in job.yaml"),
+        pytest.param("name: [", 2, "job.yaml", id="no YAML"),
+        pytest.param(JOB, 3, "no card found", id="a refused machine"),
+        pytest.param(JOB + "provider: {kind: runpod}\n", 2, "provider.kind", id="another provider's server"),
+        pytest.param(JOB + "secrets: [NOT_THERE]\n", 2, "NOT_THERE", id="a secret that nobody gave"),
+    ],
+)
+def test_every_early_end_stops_the_server(house: Farmhouse, run, job, code, said):
+    """
+    With its exit code; why is in the log. Nobody is billed for a typo.
+    """
+    server = run(job)
+
+    now = house.wait_stopped(server, 60)
+
+    assert code == now["container"]["exit_code"], house.log(server)
+    assert said in house.log(server)
+
+
+def test_an_early_end_is_held_for_the_minutes_that_are_paid_anyway(house: Farmhouse, run):
+    """
+    By default; the reason and the way out of it are said.
+    """
+    server = run(JOB + "limts: {}\n", hold="")
+    wait_until(lambda: "min left" in house.log(server), 60)
+
+    assert "the server is held for a look" in house.log(server)
+    assert "running" == house.server(server)["state"]
+    house.stop(server)
+
+
+@pytest.mark.parametrize("job", ["setup: [sleep 600]\n", ""], ids=["during the set-up", "while it trains"])
+def test_a_runner_that_is_killed_whenever_leaves_no_server_on(house: Farmhouse, run, job):
+    """
+    SIGKILL, again and again: the guardian has the deadline.
+    """
+    server = run(f"{JOB}cpu_processes: 1\nlimits: {{max_duration: 12s}}\n{job}")
+    wait_until(lambda: "set by the runner" in house.log(server), 60)
+    wait_until(lambda: ("run the set-up" if job else "launch attempt 1") in house.log(server), 60)
+
+    runners = [p for p in find("VRAMFARM_SERVER_ID", server) if b"loop" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+    for process in runners:
+        os.kill(process.pid, signal.SIGKILL)
+
+    now = house.wait_stopped(server, 60)
+    assert runners
+    assert 7 == now["container"]["exit_code"], house.log(server)
+    assert () == find("VRAMFARM_SERVER_ID", server)
