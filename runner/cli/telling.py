@@ -171,7 +171,10 @@ class Teller:
         if not acted and self._status_at and seen.now < self._status_at:
             return
         self._status_at = seen.now + _STATUS_EVERY
-        picture = status(self._job, history, seen, self._around, self._message) | {"last_save_s": self._save_s}
+        picture = status(self._job, history, seen, self._around, self._message) | {
+            "last_save_s": self._save_s,
+            "last_upload_s": seen.last_upload_s or None,
+        }
         text = json.dumps(picture, indent=1)
         fresh = self._folder.status.with_name(".status.json")
         with suppress(OSError):  # a full disk must not end a run for want of a picture of it

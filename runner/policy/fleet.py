@@ -110,13 +110,15 @@ class Holder:
 
 
 def holders(work: Workload, offers: Iterable[Offer], *, keep_last: int = 2) -> tuple[Holder, ...]:
-    """Machines whose cards hold it with some strategy, the cheapest first; those that lack something come last."""
+    """Machines whose cards hold it with some strategy, the cheapest first; offloading, and what lacks something, last."""
     found = [
         Holder(offer, how, tuple(_lacks(how, offer, keep_last)))
         for offer in offers
         if (how := _how(work, offer)) is not None
     ]
-    return tuple(sorted(found, key=lambda one: (bool(one.lacks), one.offer.price_per_hour, one.offer.id)))
+    return tuple(
+        sorted(found, key=lambda one: (bool(one.lacks), one.work.offload, one.offer.price_per_hour, one.offer.id))
+    )
 
 
 def _how(work: Workload, offer: Offer) -> Workload | None:
@@ -139,7 +141,7 @@ def usual_offers() -> tuple[Offer, ...]:
     """Machines of the table, at the upper end of its prices: what is asked where no provider can be."""
     return tuple(
         Offer(
-            id=f"{count} x {card.slug}",
+            id=f"{count} x {card.name}",
             card=card.slug,
             name=card.name,
             cards=count,

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, Final
+from urllib.parse import quote
 
 from runner.adapters.providers.answers import NOT_FOUND, bearer, missing, read_fields, unknown
 from runner.adapters.providers.contract import Answer, Keep, Reply, Send
-from runner.facts import Server, ServerState
+from runner.facts import Offer, Server, ServerState
 
 KEY: Final = "VRAMFARM_API_KEY"
 _URL: Final = "VRAMFARM_API_URL"
@@ -29,6 +31,9 @@ _STATES: Final[Mapping[str, ServerState]] = {
     "stopped": ServerState.GONE,
     "failed": ServerState.GONE,
 }
+_OK: Final = 200
+_MOST_PAGES: Final = 50
+_GB: Final = 10**9
 _REASONS: Final[Mapping[int, str]] = {0: "job_succeeded", 7: "self_request", 8: "user_request"}  # by exit code
 _HINTS: Final[Mapping[int, str]] = {
     401: f"the key is not accepted; check {KEY}",
@@ -69,6 +74,46 @@ def stop(server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Se
     if reply.status == 409 and _code(reply) == "stop_in_progress":  # noqa: PLR2004
         return Answer(ServerState.STOPPING, "another stop is under way")
     return _understand(reply)
+
+
+def read_offers(env: Mapping[str, str], send: Send) -> tuple[Offer, ...] | str:
+    """The catalogue: machines that can be rented now; or why it could not be read."""
+    offers: list[Offer] = []
+    cursor = ""
+    for _ in range(_MOST_PAGES):
+        page = f"/machines?limit=100&cursor={quote(cursor, safe='')}" if cursor else "/machines?limit=100"
+        reply = _call("GET", page, None, env, send)
+        fields = read_fields(reply)
+        if reply.status != _OK or not isinstance(fields.get("machines"), list):
+            return unknown(reply, _HINTS).detail
+        offers += [offer for machine in fields["machines"] if (offer := _offer(machine)) is not None]
+        cursor = str(fields.get("next_cursor") or "")
+        if not cursor:
+            break
+    return tuple(offers)
+
+
+def _offer(machine: Any) -> Offer | None:  # noqa: ANN401  # JSON
+    """None for a machine that we do not understand: it is not offered to anybody."""
+    try:
+        price = Decimal(str(machine["price_per_hour"]))
+        offer = Offer(
+            id=str(machine["id"]),
+            card=str(machine["gpu"]),
+            name=str(machine["gpu_name"]),
+            cards=int(machine["count"]),
+            card_bytes=int(machine["vram_gb_per_card"]) * _GB,
+            cpu_cores=int(machine["cpu_cores"]),
+            ram_bytes=int(machine["ram_gb"]) * _GB,
+            disk_bytes=int(machine["disk_gb"]) * _GB,
+            price_per_hour=price,
+            currency=str(machine["currency"]),
+            max_rental_days=int(machine["max_rental_days"]),
+            available=bool(machine["available"]),
+        )
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+    return offer if price.is_finite() and price >= 0 and offer.cards > 0 else None
 
 
 def explain(keep: Keep, seen: Answer) -> str:

@@ -1,0 +1,161 @@
+"""
+What `run` would do now. It decides as `run` does, from what is on the disk and in the store, and
+does nothing: where the next decision would need a deed, the deed is taken as done.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from runner.cli.load import LoadedJob
+from runner.cli.runs import is_alive
+from runner.errors import RunnerError
+from runner.facts import Checkpoint, Conclusion, History, Observed, Running, TaskKind
+from runner.job import Job
+from runner.policy.batch import tell_batch
+from runner.policy.lifecycle import (
+    Accept,
+    Action,
+    Begin,
+    Conclude,
+    Discard,
+    End,
+    Launch,
+    Prune,
+    RecordExit,
+    Wait,
+    decide,
+)
+from runner.policy.limits import deadline
+from runner.storage import journal as events
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.supervise import attempt as attempts
+from runner.words import describe, span
+from runner.world import RunFolder, parse_conclusion
+
+_MOST_STEPS: Final = 20  # an honest foresight is short; a loop of it would be a fault
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def foresee(loaded: LoadedJob, num_procs: int, *, ask_store: bool) -> Iterator[str]:
+    """
+    The next deeds of `run`, up to the launch or the end, in the words of its log.
+
+    `num_procs` of 0: how many cards there will be is not known.
+    """
+    job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
+    if is_alive(folder.root):
+        yield "a runner is at work on this run: see status; a second one is refused (exit 5)"
+        return
+    history = events.read(folder.journal)
+    last = history.attempts[-1] if history.attempts else None
+    if last is not None and last.ending is None and attempts.live(last.id):
+        yield f"attempt {last.number} is still training without its runner: `run` goes on watching it"
+        return
+    seen, problem = _look(job, folder, history, num_procs, ask_store=ask_store)
+    if problem:
+        yield problem
+    yield from _decide(job, history, seen)
+
+
+def _look(job: Job, folder: RunFolder, history: History, num_procs: int, *, ask_store: bool) -> tuple[Observed, str]:
+    now = datetime.now(UTC)
+    found = CheckpointDir(Path(job.checkpoint.dir), Disk())
+    offsite, conclusion, problem = _ask_store(job, ask_store=ask_store)
+    seen = Observed(
+        now=now,
+        boot_id=_boot_id(),
+        life=uuid.uuid4().hex,
+        local=found.committed(),
+        leftovers=found.leftovers(),
+        offsite=offsite,
+        concluded_elsewhere=conclusion,
+        num_procs=num_procs,
+        global_batch=job.batch.global_ if job.batch else 0,
+        set_up=True,
+        stop_requested=folder.stop.exists(),
+        deadline_at=deadline(job.limits, history.opened_at or now, None),
+        # what is uploaded and tidied beside the run decides nothing of it
+        tasks={kind: Running(subject="", started_at=now) for kind in (TaskKind.UPLOAD, TaskKind.TIDY)},
+    )
+    if history.attempts and history.attempts[-1].ending is None:
+        at = folder.attempt(history.attempts[-1].number)
+        seen = replace(seen, exit=attempts.read_exit(at), end=attempts.read_end(at))
+    return seen, problem
+
+
+def _ask_store(job: Job, *, ask_store: bool) -> tuple[tuple[Checkpoint, ...] | None, Conclusion | None, str]:
+    """Where it cannot be asked it is taken for empty, which is said."""
+    if job.offload.to is None:
+        return None, None, ""
+    if not ask_store:
+        return (
+            (),
+            None,
+            f"the store {job.offload.to}/{job.name} was not asked; a newer checkpoint there would be restored",
+        )
+    from runner.storage.offsite import open_store, transfer  # noqa: PLC0415  # slow
+
+    try:
+        survey = transfer.survey(open_store(job.offload, os.environ), job.name)
+    except RunnerError as error:
+        first = str(error).splitlines()[0]
+        return (), None, f"the store cannot be asked from here ({first}); a newer checkpoint there would be restored"
+    return survey.checkpoints, parse_conclusion(survey.outcome) if survey.outcome else None, ""
+
+
+def _decide(job: Job, history: History, seen: Observed) -> Iterator[str]:
+    for _ in range(_MOST_STEPS):
+        action = decide(job, history, seen)
+        if isinstance(action, End):
+            yield f"end with exit code {action.code}: {action.reason}"
+            return
+        if isinstance(action, Wait) and action.until is not None:
+            yield f"wait {span((action.until - seen.now).total_seconds())}: the last attempt failed just now"
+        elif not isinstance(action, Accept) and (line := describe(action)):
+            yield line
+        if isinstance(action, Launch) and seen.num_procs:
+            yield from tell_batch(job, action, history, seen)
+        if (then := _as_done(action, history, seen)) is None:
+            return
+        history, seen = then
+
+
+def _as_done(  # noqa: PLR0911  # one arm a deed
+    action: Action, history: History, seen: Observed
+) -> tuple[History, Observed] | None:
+    """The facts after a deed of which the outcome is known; None: what follows cannot be told."""
+    match action:
+        case Accept():
+            return events.fold(history, events.accepted("", seen.now)), seen
+        case RecordExit(ending=ending, exit=exit_, step=step, reason=reason):
+            told = events.exited(ending, exit_, step=step, reason=reason, at=seen.now)
+            return events.fold(history, told), replace(seen, exit=None, end=None)
+        case Discard(name=name):
+            return history, replace(seen, leftovers=tuple(n for n in seen.leftovers if n != name))
+        case Prune(ref=ref):
+            return history, replace(seen, local=tuple(c for c in seen.local if c.ref != ref))
+        case Wait(until=at) if at is not None and at > seen.now:
+            return history, replace(seen, now=at)
+        case Begin(kind=TaskKind.RESTORE, subject=name):
+            back = tuple(c for c in seen.offsite or () if c.ref.name == name)
+            return history, replace(seen, local=(*seen.local, *back))
+        case Conclude(outcome=outcome, reason=reason):
+            conclusion = Conclusion(outcome=outcome, reason=reason, at=seen.now)
+            return events.fold(history, events.concluded(conclusion)), seen
+        case _:
+            return None
+
+
+def _boot_id() -> str:
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
