@@ -19,7 +19,7 @@ from runner.errors import JobError
 from runner.facts import Offer
 from runner.job import Batch, format_duration
 from runner.policy.batch import Split, Uneven, split_batch
-from runner.policy.cadence import MEAN_TIME, Lease, decide_cadence
+from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence
 from runner.policy.fleet import CardKind, advise, billed, find_card, holders, link_gb_per_s, usual_offers
 from runner.policy.planning import (
     CONTEXT_BYTES,
@@ -60,7 +60,7 @@ class Asked:
     keep_last: int = 2
     tokens: int = 0  # of the whole run
     duration: timedelta | None = None
-    lease: Lease = Lease.ON_DEMAND
+    rental: Rental = Rental.ON_DEMAND
     between_failures: timedelta | None = None
     save_s: float = 0.0
     upload_s: float = 0.0
@@ -223,7 +223,7 @@ def _cadence(asked: Asked) -> dict[str, Any] | None:
     upload_s = asked.upload_s or _number(status.get("last_upload_s"))
     if not save_s:
         return None
-    between = asked.between_failures or MEAN_TIME[asked.lease]
+    between = asked.between_failures or MEAN_TIME[asked.rental]
     now = asked.loaded.job.checkpoint.save_interval if asked.loaded else timedelta(minutes=30)
     found = decide_cadence(now, save_s, upload_s, between)
     return {

@@ -24,7 +24,7 @@ from runner.cli.output import out, out_json
 from runner.cli.planpage import page
 from runner.errors import JobError, MachineError
 from runner.job import Batch, parse_duration
-from runner.policy.cadence import Lease
+from runner.policy.cadence import Rental
 from runner.policy.fleet import CARDS, find_card
 from runner.policy.planning import TRAINED_IN, Optimizer, Precision, Strategy, Workload, workload
 from runner.probes.machine import read_cards
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--cpu-offload", action="store_true", help="optimizer states in system memory")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, for its time and cost")
-    parser.add_argument("--lease", choices=[*Lease], default=Lease.ON_DEMAND, help="how the server is rented")
+    parser.add_argument("--rental", choices=[*Rental], default=Rental.ON_DEMAND, help="how the server is rented")
     parser.add_argument("--mtbf", metavar="TIME", help="mean time between failures: 12h")
     parser.add_argument("--save-time", metavar="TIME", help="how long a save takes, where no run has measured it: 8s")
     parser.add_argument("--upload-time", metavar="TIME", help="how long an upload takes, likewise: 10m")
@@ -103,7 +103,7 @@ def _asked(args: argparse.Namespace, loaded: LoadedJob | None) -> Asked:
         keep_last=job.checkpoint.keep_last if job else 2,
         tokens=_count("--tokens", args.tokens, 10**18) or 0,
         duration=job.limits.max_duration if job else None,
-        lease=Lease(args.lease),
+        rental=Rental(args.rental),
         between_failures=_time("--mtbf", args.mtbf),
         save_s=(_time("--save-time", args.save_time) or timedelta()).total_seconds(),
         upload_s=(_time("--upload-time", args.upload_time) or timedelta()).total_seconds(),

@@ -242,8 +242,15 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def disk_bytes(work: Workload, *, keep_last: int) -> int:
-    """Checkpoints that are kept, one being written and one being uploaded."""
-    return checkpoint_bytes(work) * (keep_last + 2)
+    """Checkpoints that are kept, one being written and one being uploaded. They share what is frozen."""
+    frozen = _frozen(work)
+    return frozen + (checkpoint_bytes(work) - frozen) * (keep_last + 2)
+
+
+def _frozen(work: Workload) -> int:
+    """Of an adapter's model, all but the adapter; written once, and linked to by later checkpoints."""
+    weights, gradients, _ = _whole(work)
+    return weights - gradients if work.strategy in _ADAPTERS else 0
 
 
 def host_bytes(work: Workload, cards: int, card_bytes: int) -> int:

@@ -176,7 +176,7 @@ def test_the_cadence_is_advised_from_what_a_save_takes(answer):
     """
     A server that may be taken away at any moment, and an upload that is quick.
     """
-    told = answer(*EIGHT_B, "--save-time", "8s", "--upload-time", "30s", "--lease", "interruptible")["cadence"]
+    told = answer(*EIGHT_B, "--save-time", "8s", "--upload-time", "30s", "--rental", "interruptible")["cadence"]
 
     assert ("5m35s", True, True) == (told["save_interval"], told["matters"], told["assumed"])
 

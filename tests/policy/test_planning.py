@@ -142,6 +142,15 @@ def test_a_checkpoint_with_optimizer_states_is_over_100_gb():
     assert (112 * GB, 448 * GB) == (checkpoint_bytes(EIGHT_B), disk_bytes(EIGHT_B, keep_last=2))
 
 
+def test_frozen_weights_are_on_the_disk_once():
+    """
+    LoRA on 8B: 16 GB once, and the adapters and their states with each checkpoint.
+    """
+    work = replace(EIGHT_B, strategy=S.LORA)
+
+    assert (16.96 * GB, (16 + 4 * 0.96) * GB) == (checkpoint_bytes(work), disk_bytes(work, keep_last=2))
+
+
 def test_system_memory_is_at_least_that_of_all_cards():
     """
     And more where states lie in it.
