@@ -291,3 +291,13 @@ def test_a_store_that_cannot_be_asked_is_said(answer, job, tmp_path):
 
     assert "cannot be asked from here" in told[0]
     assert "launch attempt 1 from step 0 (lineage 1)" == told[-1]
+
+
+def test_the_page_shows_what_the_command_prints(plan):
+    """
+    docs/plan.md is written from it; `plan` that says something else must change the page, too.
+    """
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    command, _, shown = text.split("```console\n$ vramfarm-runner plan ", 1)[1].split("```")[0].partition("\n")
+
+    assert shown == plan(*command.split())[1]
