@@ -8,7 +8,6 @@
 # The guardian needs nothing but the interpreter: with the runner or its packages broken the server is stopped all the same.
 set -u
 python=/opt/runner/bin/python
-shm_wanted_mib=1024
 
 say() { printf '%(%H:%M:%S)T container: %s\n' -1 "$*" >&2; }
 
@@ -27,22 +26,9 @@ adopt_environment() {
 # ------------------------------------------------------------------------------ the checks
 
 check_container() {
-  check_shared_memory
   check_nccl
   check_network
   check_folders
-}
-
-check_shared_memory() {
-  local mib
-  mib=$(df --block-size=1M --output=size /dev/shm 2>/dev/null | tail -1 | tr -d ' ')
-  [ "${mib:-0}" -lt $shm_wanted_mib ] || return 0
-  if [ -n "${NCCL_SHM_DISABLE+set}" ]; then
-    say "/dev/shm has ${mib:-0} MiB and data workers need more: start the container with --ipc=host or --shm-size=16g"
-    return
-  fi
-  export NCCL_SHM_DISABLE=1
-  say "/dev/shm has ${mib:-0} MiB, cards and data workers need more: start the container with --ipc=host or --shm-size=16g; going on with NCCL_SHM_DISABLE=1, which is slower"
 }
 
 check_nccl() {

@@ -144,6 +144,7 @@ class TaskKind(StrEnum):
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
     TIDY = "tidy"  # remote retention
     LEASE = "lease"  # takes the lease of the run and renews it; runs as long as the runner does
+    PREFLIGHT = "preflight"  # look at the machine before the job: cards, links, memory, disk, store, software, money
     VERIFY = "verify"  # compare one checkpoint in the store with its manifest, byte counts and checksums
 
 
@@ -318,9 +319,10 @@ class Observed:
     other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
-    refusal: str = ""  # preflight's verdict against this machine
     num_procs: int = 0  # that a launch starts: one a card
     global_batch: int = 0  # samples a step, where job.yaml says it
+    refusal: str = ""  # why this machine cannot do the job at all: too few cards
+    preflight: Preflight | None = None  # what was found so far in this life
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine
     lease: Lease = Lease()
@@ -351,6 +353,120 @@ class Finding:
     message: str
     hint: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Verdict(StrEnum):
+    """What preflight comes to. CHANGES: go, with the environment that it names."""
+
+    GO = "go"
+    CHANGES = "changes"
+    SWAP = "swap"  # this machine cannot do the job: rent another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """The checks before the job, and what they come to. `env` is set in every attempt, `reasons` say why."""
+
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()  # of a verdict that is not simply `go`
+    env: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+class TrialEnding(StrEnum):
+    """How one try of the communication test ended."""
+
+    GOOD = "good"
+    WRONG = "wrong"  # they talk, and what arrives is not what was sent
+    ERROR = "error"
+    SILENT = "silent"  # it hangs
+    LATE = "late"  # not even torch was there in time: says nothing about the cards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """
+    One try of the communication test: which cards, with which changes, and what came of it.
+
+    `speeds` is (bytes, GB/s of bus bandwidth), the smaller first. `silent`: ranks that stayed behind the others;
+    none where all stand at the same place.
+    """
+
+    cards: tuple[int, ...]
+    ending: TrialEnding
+    env: Mapping[str, str] = field(default_factory=dict)
+    message: str = ""
+    silent: tuple[int, ...] = ()
+    speeds: tuple[tuple[int, float], ...] = ()
+    num_wrong: int = 0
+    devices: tuple[Mapping[str, Any], ...] = ()  # what each rank's torch says of its card
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardState:
+    """One card as `nvidia-smi -q -x` shows it. None and empty: it does not say."""
+
+    index: int
+    name: str
+    uuid: str = ""
+    memory_bytes: int = 0
+    used_bytes: int = 0
+    processes: tuple[str, ...] = ()
+    uncorrected: int = 0  # ECC errors since the driver was loaded
+    remap_pending: bool = False
+    remap_failed: bool = False
+    mig: bool = False
+    compute_mode: str = "Default"
+    power_limit_w: float | None = None
+    power_default_w: float | None = None
+    slowdowns: tuple[str, ...] = ()  # what holds the clocks down now, by the hardware
+    fabric: FabricState | None = None
+    pcie: PcieLink | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardReport:
+    """All cards that training may use. `cuda` is the newest version that this driver can serve."""
+
+    cards: tuple[CardState, ...]
+    driver: str = ""
+    cuda: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The machine, or the part of it that the container may use. None: not told."""
+
+    cores: int
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    shared_memory: SharedMemory | None = None
+    memlock_bytes: int | None = None  # None: no limit
+    open_files: int | None = None  # what a process may raise it to
+    num_nodes: int = 1  # NUMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskRate:
+    """A folder that was written to: `rate` is bytes a second, each piece synced."""
+
+    folder: str
+    free_bytes: int
+    rate: float
+    kind: str = ""  # of the file system
+    is_volume: bool = True  # False: the container's own layer, which goes with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTrial:
+    """What the store did with a small object. `rate`: bytes a second of one upload; None: not measured."""
+
+    address: str
+    rate: float | None = None
+    deletes: bool = True
+    is_exclusive: bool = True  # `put_new` refuses what is there
+    skew_s: float = 0.0  # the store's clock less ours
 
 
 # -------------------------------------------------------------------------------- readings

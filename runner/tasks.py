@@ -20,10 +20,14 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
+from runner.adapters.providers import find_server, with_secrets
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
-from runner.job import ArchiveSource, GitSource, OffloadPolicy, PathSource
+from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
 from runner.keeper import keep_lease
+from runner.policy.lifecycle import CODE, MACHINE
+from runner.policy.preflight import decide_verdict, tell_verdict
+from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, Store, open_store, transfer
@@ -113,6 +117,35 @@ def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source
     return ArchiveSource(archive=str(target))
 
 
+def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """Look at the machine, and at the code as soon as it is there; `subject` names the parts."""
+    mission = _mission(arguments)
+    parts = arguments["subject"]
+    findings = [*(look_at_machine(mission, progress) if MACHINE in parts else ())]
+    findings += look_at_code(mission, progress) if CODE in parts else ()
+    found = decide_verdict(findings, users={*mission.job.env, *mission.job.secrets, *mission.env})
+    return {
+        "findings": [asdict(one) for one in findings],
+        "summary": tell_verdict(found, is_part=MACHINE not in parts),
+    }
+
+
+def _mission(arguments: Arguments) -> Mission:
+    env = with_secrets(os.environ)
+    job = Job.model_validate(arguments["spec"])
+    return Mission(
+        job=job,
+        python=arguments["python"],
+        num_procs=arguments["num_procs"],
+        num_cards=arguments["num_cards"],
+        run_dir=Path(arguments["run_dir"]),
+        workdir=Path(arguments["workdir"]),
+        env=env,
+        server=None if job.provider.kind is ProviderName.NONE else find_server(env),
+        deadline_at=datetime.fromisoformat(arguments["deadline_at"]) if arguments["deadline_at"] else None,
+    )
+
+
 def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The first look. A store that cannot be written is found out now, not with the first checkpoint."""
     store = _store(arguments)
@@ -200,6 +233,7 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {
     TaskKind.SETUP: setup,
+    TaskKind.PREFLIGHT: preflight,
     TaskKind.SURVEY: survey,
     TaskKind.UPLOAD: upload,
     TaskKind.RESTORE: restore,

@@ -23,6 +23,7 @@ from runner.facts import (
     Running,
     Server,
     TaskKind,
+    Verdict,
 )
 from runner.job import Job, format_duration
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
@@ -144,6 +145,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return "accept the job"
         case Begin(kind=TaskKind.SURVEY):
             return "look into the store"
+        case Begin(kind=TaskKind.PREFLIGHT):
+            return ""  # its findings are told
         case Begin(kind=TaskKind.SETUP):
             return "bring the source and run the set-up"
         case Begin(kind=TaskKind.RESTORE, subject=name):
@@ -263,7 +266,8 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if isinstance(state, Finished) and (line := _done(kind, state)):
             yield line
         if isinstance(state, Failed):
-            again = "" if state.final else f" (failure {state.failures}; it is tried again)"
+            once = state.final or kind is TaskKind.PREFLIGHT
+            again = "" if once else f" (failure {state.failures}; it is tried again)"
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
 
@@ -272,6 +276,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line 
     """What a finished task was good for; empty where that shows elsewhere."""
     summary = str(state.result.get("summary", ""))
     match kind:
+        case TaskKind.PREFLIGHT:
+            return summary
         case TaskKind.UPLOAD:
             return f"checkpoint {state.subject} is in the store: {summary}"
         case TaskKind.RESTORE:
@@ -350,7 +356,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "attempt": len(history.attempts),
         "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
         "last_failure": _last_failure(history),
-        "verdict": seen.refusal or None,
+        "verdict": _verdict(seen),
         "checkpoints": _checkpoints(seen),
         "tasks": _tasks(seen),
         "store": f"{job.offload.to}/{job.name}" if job.offload.to else None,
@@ -376,6 +382,14 @@ def _last_failure(history: History) -> Mapping[str, Any] | None:
     found = failed.diagnosis
     told = {} if found is None else {k: getattr(found, k) for k in ("label", "rank", "cause", "remedy", "decision")}
     return {"attempt": failed.number, "step": failed.step, "reason": failed.reason, **told}
+
+
+def _verdict(seen: Observed) -> Mapping[str, Any] | None:
+    """What is said of this machine: go, changes or swap, and why; None before anybody has looked."""
+    if seen.refusal:
+        return {"verdict": Verdict.SWAP, "reasons": [seen.refusal], "env": {}}
+    found = seen.preflight
+    return {"verdict": found.verdict, "reasons": list(found.reasons), "env": dict(found.env)} if found else None
 
 
 def _step(history: History, seen: Observed) -> int:

@@ -33,6 +33,7 @@ from runner.facts import (
     Diagnosis,
     Exit,
     Failed,
+    Finding,
     Finished,
     History,
     Lease,
@@ -40,9 +41,11 @@ from runner.facts import (
     Live,
     Observed,
     Outcome,
+    Preflight,
     Progress,
     Running,
     Server,
+    Severity,
     TaskKind,
     TaskState,
 )
@@ -51,6 +54,7 @@ from runner.policy.batch import accumulation
 from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import deadline
+from runner.policy.preflight import decide_verdict
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
@@ -146,6 +150,8 @@ class RealWorld:
         self._holder = _identify_holder(setting.server, folder, disk)
         self._sight = _AttemptSight(folder)
         self._conclusion: Conclusion | None = None
+        self._deadline_at: datetime | None = None
+        self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._code = source_folder(
             self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
         )
@@ -173,7 +179,9 @@ class RealWorld:
         now = datetime.now(UTC)
         tasks = self._board.states(now)
         self._store.learn(tasks)
+        self._checked.learn(tasks.get(TaskKind.PREFLIGHT))
         opened = history.opened_at or now
+        self._deadline_at = deadline(self._job.limits, opened, self._setting.server)
         seen = Observed(
             now=now,
             boot_id=self._boot_id,
@@ -193,12 +201,13 @@ class RealWorld:
             num_procs=self._setting.num_procs,
             global_batch=self._job.batch.global_ if self._job.batch else 0,
             lease=self._lease.look(tasks.get(TaskKind.LEASE)),
+            preflight=self._checked.verdict,
             setup_digest=self._setting.setup_digest,
             set_up=self._is_set_up_now(tasks),
             stop_requested=self._folder.stop.exists(),
             leaving=self.leaving.is_set(),
             rented=self._setting.server is not None,
-            deadline_at=deadline(self._job.limits, opened, self._setting.server),
+            deadline_at=self._deadline_at,
             last_upload_s=self._store.last_upload_s,
         )
         if history.attempts and history.attempts[-1].ending is None:
@@ -286,6 +295,11 @@ class RealWorld:
             "withhold": sorted(setting.withhold),
             "holder": self._holder,
             "who": _describe_holder(setting.server, self._folder),
+            "spec": setting.job.model_dump(mode="json", by_alias=True),
+            "workdir": str(self._workdir()),
+            "num_procs": setting.num_procs,
+            "num_cards": setting.num_cards,
+            "deadline_at": self._deadline_at.isoformat() if self._deadline_at else None,
             "conclusion": dump_conclusion(self._conclusion) if self._conclusion else None,
         }
 
@@ -479,6 +493,38 @@ class _Logs:
             trim(self._folder, max_bytes)
         except OSError as error:
             self.error = error.strerror or str(error)
+
+
+# -------------------------------------------------------------------------------- preflight
+
+
+class _Checked:
+    """What preflight found in this life, part by part."""
+
+    def __init__(self, *, users: frozenset[str]) -> None:
+        self.verdict: Preflight | None = None
+        self._users = users
+        self._known: TaskState = None
+
+    def learn(self, state: TaskState) -> None:
+        if state is self._known or not isinstance(state, Finished | Failed):
+            return
+        self._known = state
+        before = self.verdict.findings if self.verdict else ()
+        self.verdict = decide_verdict((*before, *_findings(state)), users=self._users)
+
+
+def _findings(state: Finished | Failed) -> tuple[Finding, ...]:
+    """A task that died has found nothing out: that is said, and refuses nothing."""
+    if isinstance(state, Failed):
+        message = f"not checked: {state.error}"
+        return (Finding(name="time_limit", severity=Severity.WARN, message=message),)
+    return tuple(parse_finding(fields) for fields in state.result.get("findings", ()))
+
+
+def parse_finding(fields: Mapping[str, Any]) -> Finding:
+    """The inverse of `dataclasses.asdict`, after JSON."""
+    return Finding(**{**fields, "severity": Severity(fields["severity"])})
 
 
 # -------------------------------------------------------------------------------- the store

@@ -93,7 +93,7 @@ def _run(
         journal = Journal(folder.journal, Disk())
         _check_same_job(loaded, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder)
-        setting = _find_out(loaded, env, server, accept_change=args.accept_change)
+        setting = find_out(loaded, env, server, accept_change=args.accept_change)
         _tell_deadline(job, folder, journal.history, server, lifeline)
         world = RealWorld(setting, folder, Disk())
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
@@ -199,7 +199,8 @@ def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> No
 # ----------------------------------------------------------------------------- the setting
 
 
-def _find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *, accept_change: bool) -> Setting:
+def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *, accept_change: bool) -> Setting:
+    """What is true of this machine and this job for one life; `JobError` or `MachineError` if it cannot be told."""
     job = loaded.job
     python = machine.find_python(job.python)
     cards = machine.count_cards()

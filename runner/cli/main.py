@@ -28,6 +28,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "run": "run the job and stop the server when it is over (what happens without a command)",
     "validate": "say what a job would do; start nothing",
     "plan": "what a job takes: memory, batch, cadence, cost, machines that hold it; what run would do now",
+    "preflight": "look at this machine with the eyes of a job: go, go with changes, or swap it",
     "explain": "say what a saved reading of a machine means (nvidia-smi topo -m, df, all_reduce_perf, …)",
     "status": "how a run is doing",
     "attach": "look in on a run: how far it is, what is safe, its log; q detaches",

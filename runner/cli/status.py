@@ -14,6 +14,7 @@ from runner.cli.output import out, out_json
 from runner.cli.runs import STATUS, find_run, is_alive
 from runner.cli.stores import is_address, read_small
 from runner.errors import JobError
+from runner.facts import Verdict
 from runner.words import span
 
 Status = Mapping[str, Any]
@@ -69,12 +70,18 @@ def describe(status: Status, *, alive: bool | None, now: datetime) -> Iterator[s
     yield "  ".join(filter(None, (str(status.get("job", "?")), _phase(status, alive=alive), _progress(status))))
     if message := status.get("message"):
         yield f"  {message}"
-    if verdict := status.get("verdict"):
-        yield f"  machine refused: {verdict}"
+    yield from _verdict(status.get("verdict"))
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
     if money := _time_and_money(status, now):
         yield f"  {money}"
     yield f"  {_freshness(status, alive=alive, now=now)}"
+
+
+def _verdict(verdict: object) -> Iterator[str]:
+    """Only what is worth a line: changes that were made, a machine that was refused."""
+    if isinstance(verdict, dict) and verdict.get("verdict") in {Verdict.CHANGES, Verdict.SWAP}:
+        word = "machine refused" if verdict["verdict"] == Verdict.SWAP else "preflight"
+        yield from (f"  {word}: {reason}" for reason in verdict.get("reasons", ()))
 
 
 def _phase(status: Status, *, alive: bool | None) -> str:

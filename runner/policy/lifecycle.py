@@ -19,6 +19,7 @@ from runner.facts import (
     Running,
     TaskKind,
     TaskState,
+    Verdict,
 )
 from runner.job import AtEnd, Job
 from runner.policy.limits import limit_at
@@ -28,6 +29,8 @@ from runner.policy.retention import plan_retention
 from vramfarm.protocol import Ref
 
 STRAGGLER = timedelta(seconds=2)  # what an ended launcher's children get before they are killed
+PREFLIGHT_PATIENCE = timedelta(minutes=3)  # a check that hangs must not keep a job from starting
+MACHINE, CODE = "machine", "code"  # the two parts of preflight: the second waits for the set-up
 STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
 EXIT_CODES = {
     Outcome.SUCCEEDED: 0,
@@ -98,7 +101,7 @@ class Launch:
     number: int
     resume: Ref | None
     lineage: int
-    env: Mapping[str, str] = field(default_factory=dict)  # changes that earlier failures asked for
+    env: Mapping[str, str] = field(default_factory=dict)  # changes that preflight or earlier failures asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,10 +431,37 @@ def _reason_to_end(  # noqa: PLR0911  # one line a reason
 
 
 def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
-    """What must be true before a launch: nothing half-written, the store known, the code in place."""
+    """What must be true before a launch: nothing half-written, the store known, the machine fit, the code in place."""
     if seen.leftovers:
         return Discard(seen.leftovers[0])
-    return _know_the_store(job, history, seen) or _set_up(seen) or _keep_house(job, history, seen)
+    return (
+        _know_the_store(job, history, seen)
+        or _look_ahead(seen)
+        or _judge_machine(job, seen)
+        or _set_up(seen)
+        or _keep_house(job, history, seen)
+    )
+
+
+def _look_ahead(seen: Observed) -> Action | None:
+    """Preflight, once a life, when the lease is ours: it writes to the store. What needs the code, when it is there."""
+    state = seen.tasks.get(TaskKind.PREFLIGHT)
+    done = state.subject if isinstance(state, Finished | Failed) else ""
+    if isinstance(state, Running) or CODE in done:
+        return None
+    is_ready = not seen.setup_digest or seen.set_up
+    parts = ([] if done else [MACHINE]) + ([CODE] if is_ready else [])
+    return Begin(TaskKind.PREFLIGHT, f"{' and '.join(parts)}") if parts else None
+
+
+def _judge_machine(job: Job, seen: Observed) -> Action | None:
+    """A verdict is waited for, but not for ever; one that never came refuses nothing."""
+    if seen.preflight and seen.preflight.verdict is Verdict.SWAP:
+        return _refuse(Outcome.REFUSED, "; ".join(seen.preflight.reasons), job, seen)
+    state = seen.tasks.get(TaskKind.PREFLIGHT)
+    if isinstance(state, Running) and seen.now < state.started_at + PREFLIGHT_PATIENCE:
+        return Wait(state.started_at + PREFLIGHT_PATIENCE)
+    return None
 
 
 def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None:
@@ -542,7 +572,8 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
     if plan.ref is None and floor is not None and lost:
         reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
         return _refuse(Outcome.STORE, reason, job, seen)
-    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage, env)
+    needed = seen.preflight.env if seen.preflight else {}
+    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage, {**needed, **env})
 
 
 def _lock_out(job: Job, seen: Observed) -> End:

@@ -1,4 +1,4 @@
-"""Cards, shared memory, disks, the training interpreter. Nothing here needs the network."""
+"""Which cards there are, and the training interpreter. Nothing here needs the network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from runner.errors import JobError, MachineError
-from runner.probes.finding import Finding, Severity
+from runner.probes.command import ask
 
 _SMI_FIELDS: Final = ("index", "uuid", "name", "memory.total", "driver_version")
 _SMI_LIMIT_S: Final = 30.0  # a first call may have to load the driver
 _PYTHON_LIMIT_S: Final = 60.0  # torch's metadata may lie on a slow network disk
-_SMALL_SHM_BYTES: Final = 1 << 30
 _MIB: Final = 1 << 20
 
 
@@ -45,24 +43,22 @@ def read_cards(*, program: str = "nvidia-smi", timeout_s: float = _SMI_LIMIT_S) 
     cannot be used.
     """
     argv = (program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits")
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except FileNotFoundError:
+    answer = ask(argv, timeout_s=timeout_s)
+    if answer.missing:
         return ()
-    except subprocess.TimeoutExpired:
+    if answer.code is None:
         raise MachineError(
             f"{program}: expected an answer within {timeout_s:.0f}s, got none: a card or the driver hangs",
             hint="this machine has to be restarted by its owner: rent another one",
-        ) from None
-    if done.returncode != 0:
-        if "No devices were found" in done.stdout + done.stderr:
+        )
+    if answer.code != 0:
+        if "No devices were found" in answer.out + answer.err:
             return ()
-        said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
         raise MachineError(
-            f"{program}: expected a list of cards, got: {said}",
+            f"{program}: expected a list of cards, got: {answer.first_line}",
             hint="the driver of this machine is broken or does not match the container: rent another one",
         )
-    return tuple(_parse_card(line) for line in done.stdout.splitlines() if line.strip())
+    return tuple(_parse_card(line) for line in answer.out.splitlines() if line.strip())
 
 
 def count_cards(env: Mapping[str, str] = os.environ) -> int:
@@ -83,26 +79,6 @@ def visible(cards: Sequence[Card], names: str | None) -> tuple[Card, ...]:
     return tuple(found)
 
 
-def probe_cards(env: Mapping[str, str] = os.environ, *, program: str = "nvidia-smi") -> Finding:
-    """Say which cards there are. None is a finding, not an error."""
-    try:
-        cards = visible(read_cards(program=program), env.get("CUDA_VISIBLE_DEVICES"))
-    except MachineError as error:
-        return Finding(name="cards", severity=Severity.REFUSE, message=str(error), hint=error.hint)
-    facts = {"count": len(cards), "names": [c.name for c in cards], "memory_bytes": [c.memory_bytes for c in cards]}
-    if not cards:
-        hint = "start the container with --gpus all, or set `cpu_processes`"
-        return Finding(name="cards", severity=Severity.WARN, message="no card found", hint=hint, facts=facts)
-    kinds = {(c.name, c.memory_bytes) for c in cards}
-    if len(kinds) > 1:
-        told = ", ".join(sorted(name for name, _ in kinds))
-        hint = "the slowest card, and the smallest memory, set the pace for all"
-        return Finding(name="cards", severity=Severity.WARN, message=f"cards differ: {told}", hint=hint, facts=facts)
-    memory = cards[0].memory_bytes / (1 << 30)
-    message = f"{len(cards)} x {cards[0].name}, {memory:.0f} GiB, driver {cards[0].driver}"
-    return Finding(name="cards", severity=Severity.OK, message=message, facts=facts)
-
-
 def _parse_card(line: str) -> Card:
     index, uuid, name, memory, driver = (part.strip() for part in line.split(","))
     size = int(memory) * _MIB if memory.isdecimal() else 0  # "[N/A]" on some shared-memory chips
@@ -111,72 +87,6 @@ def _parse_card(line: str) -> Card:
 
 def _is_called(card: Card, name: str) -> bool:
     return name == str(card.index) or (name.startswith("GPU-") and card.uuid.startswith(name))
-
-
-# ------------------------------------------------------------------------- memory and disks
-
-
-def probe_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108  # it is what we look at
-    """Say how large /dev/shm is: NCCL and DataLoader workers fail when it is full."""
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError as error:
-        hint = "start the container with --ipc=host or --shm-size=16g"
-        return Finding(name="shared_memory", severity=Severity.WARN, message=f"{folder}: {error.strerror}", hint=hint)
-    facts = {"size_bytes": usage.total, "free_bytes": usage.free}
-    message = f"{folder}: {_gib(usage.free)} free of {_gib(usage.total)}"
-    if usage.free >= _SMALL_SHM_BYTES:
-        return Finding(name="shared_memory", severity=Severity.OK, message=message, facts=facts)
-    hint = "NCCL and data workers need more: start the container with --ipc=host or --shm-size=16g"
-    return Finding(name="shared_memory", severity=Severity.WARN, message=message, hint=hint, facts=facts)
-
-
-def probe_disk(folder: Path) -> Finding:
-    """Say how much is free where `folder` is, after a small file was written there, synced and removed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        took_s = _write_and_sync(folder / f".probe-{os.getpid()}")
-        usage = shutil.disk_usage(folder)
-    except OSError as error:
-        return Finding(
-            name="disk",
-            severity=Severity.REFUSE,
-            message=f"{folder}: expected a folder that can be written, got: {error.strerror}",
-            hint="mount a volume there that this user may write, or free some space",
-        )
-    facts = {"free_bytes": usage.free, "size_bytes": usage.total, "sync_s": took_s}
-    message = f"{folder}: {_gib(usage.free)} free of {_gib(usage.total)}, a synced write takes {took_s * 1000:.0f} ms"
-    return Finding(name="disk", severity=Severity.OK, message=message, facts=facts)
-
-
-def probe_readable(folder: Path) -> Finding:
-    """Say whether this user can list a folder and read what is in it."""
-    try:
-        unreadable = next((entry for entry in folder.iterdir() if not os.access(entry, os.R_OK)), None)
-    except OSError as error:
-        hint = "check the path and its permissions"
-        message = f"{folder}: expected a folder that can be read, got: {error.strerror}"
-        return Finding(name="readable", severity=Severity.REFUSE, message=message, hint=hint)
-    if unreadable is None:
-        return Finding(name="readable", severity=Severity.OK, message=f"{folder}: can be read")
-    hint = f"chmod -R u+rX {folder}, as its owner"
-    return Finding(name="readable", severity=Severity.WARN, message=f"{unreadable}: cannot be read", hint=hint)
-
-
-def _write_and_sync(path: Path) -> float:
-    started = time.monotonic()
-    try:
-        with path.open("wb") as file:
-            file.write(b"\0" * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        path.unlink(missing_ok=True)
-    return time.monotonic() - started
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.1f} GiB"
 
 
 # ---------------------------------------------------------------------------------- python

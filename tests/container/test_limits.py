@@ -17,7 +17,7 @@ def test_without_a_network_and_with_little_shared_memory_it_trains(box, quicksta
 
     assert 0 == alone.wait(), alone.log()
     log = alone.log()
-    assert "/dev/shm has 64 MiB" in log
+    assert "shared memory (/dev/shm) has 64.0 MiB" in log
     assert "--ipc=host or --shm-size=16g; going on with NCCL_SHM_DISABLE=1" in log
     assert "no network in this container (--network none)" in log
     assert "is in the store" in log

@@ -297,7 +297,9 @@ def test_a_store_that_never_answers_is_given_up_as_before():
     unknown = seen(LeaseState.UNKNOWN, tasks={TaskKind.LEASE: down})
 
     assert 4 == decide(JOB, HISTORY, unknown).code
-    assert "Launch" == type(decide(JOB, HISTORY, replace(unknown, local=(HERE,)))).__name__
+    fit = Finished(subject="machine and code", at=NOW)
+    here = replace(unknown, local=(HERE,), tasks={**unknown.tasks, TaskKind.PREFLIGHT: fit})
+    assert "Launch" == type(decide(JOB, HISTORY, here)).__name__
 
 
 def test_a_store_that_cannot_exclude_anybody_is_used_all_the_same():

@@ -8,9 +8,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.facts import Checkpoint, Decision, Diagnosis, Ending, History, Live, Observed, Outcome, Running, TaskKind
+from runner.facts import (
+    Checkpoint,
+    Conclusion,
+    Decision,
+    Diagnosis,
+    Ending,
+    Failed,
+    Finished,
+    History,
+    Live,
+    Observed,
+    Outcome,
+    Preflight,
+    Running,
+    TaskKind,
+    Verdict,
+)
 from runner.job import Job
-from runner.policy.lifecycle import Begin, Prune, TrimLogs, Wait, decide
+from runner.policy.lifecycle import Begin, End, Launch, Prune, TrimLogs, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -612,3 +628,86 @@ def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expecte
     )
 
     assert isinstance(decide(job, history, seen), expected)
+
+
+# --------------------------------------------------------------------------------- preflight
+
+ALONE = Job.model_validate({"name": "tiny", "command": "train.py"})
+ACCEPTED = History(accepted_at=START, opened_at=START)
+
+
+def preflighted(state=None, *, verdict=None, env=None, **seen):
+    tasks = {} if state is None else {TaskKind.PREFLIGHT: state}
+    found = None if verdict is None else Preflight(verdict=verdict, reasons=("why",), env=env or {})
+    return Observed(now=START, boot_id="b", life="l", tasks=tasks, preflight=found, **seen)
+
+
+def test_the_machine_is_looked_at_before_anything_is_launched():
+    """
+    Once a life, and the code with it where that is in place already.
+    """
+    over = Finished(subject="machine and code", at=START)
+
+    assert Begin(TaskKind.PREFLIGHT, "machine and code") == decide(ALONE, ACCEPTED, preflighted())
+    assert isinstance(decide(ALONE, ACCEPTED, preflighted(Running(subject="machine", started_at=START))), Wait)
+    assert isinstance(decide(ALONE, ACCEPTED, preflighted(over)), Launch)
+
+
+def test_what_needs_the_code_waits_for_it():
+    """
+    A wrong machine is found before set-up takes its minutes; imports are looked for after it.
+    """
+    machine = Finished(subject="machine", at=START)
+    bare = {"setup_digest": "d", "set_up": False}
+
+    assert Begin(TaskKind.PREFLIGHT, "machine") == decide(ALONE, ACCEPTED, preflighted(**bare))
+    assert Begin(TaskKind.SETUP, "d") == decide(ALONE, ACCEPTED, preflighted(machine, **bare))
+    assert Begin(TaskKind.PREFLIGHT, "code") == decide(
+        ALONE, ACCEPTED, preflighted(machine, setup_digest="d", set_up=True)
+    )
+
+
+def test_a_machine_that_is_to_be_swapped_is_refused():
+    """
+    With the reasons, exit code 3, and the stop of the server; nothing is launched.
+    """
+    over = Finished(subject="machine and code", at=START)
+
+    end = decide(ALONE, ACCEPTED, preflighted(over, verdict=Verdict.SWAP))
+
+    assert End(code=3, stop=True, keep=False, reason="why") == end
+
+
+def test_changes_are_part_of_every_attempt():
+    """
+    And go to the journal with it.
+    """
+    over = Finished(subject="machine and code", at=START)
+
+    action = decide(ALONE, ACCEPTED, preflighted(over, verdict=Verdict.CHANGES, env={"NCCL_SHM_DISABLE": "1"}))
+
+    assert isinstance(action, Launch)
+    assert {"NCCL_SHM_DISABLE": "1"} == action.env
+
+
+def test_checks_that_fail_or_hang_keep_no_job_from_starting():
+    """
+    No verdict is no refusal.
+    """
+    failed = Failed(subject="machine and code", at=START, error="died", final=False, failures=1)
+    hanging = Running(subject="machine and code", started_at=START - timedelta(minutes=10))
+
+    assert isinstance(decide(ALONE, ACCEPTED, preflighted(failed)), Launch)
+    assert isinstance(decide(ALONE, ACCEPTED, preflighted(hanging)), Launch)
+
+
+def test_a_job_that_is_over_elsewhere_is_not_refused_for_its_machine():
+    """
+    There is nothing left to train here.
+    """
+    over = Finished(subject="machine and code", at=START)
+    there = Conclusion(outcome=Outcome.SUCCEEDED, reason="training is done", at=START)
+
+    action = decide(JOB, ACCEPTED, preflighted(over, verdict=Verdict.SWAP, offsite=(), concluded_elsewhere=there))
+
+    assert Outcome.SUCCEEDED is action.outcome

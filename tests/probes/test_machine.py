@@ -10,7 +10,6 @@ import pytest
 
 from runner.errors import JobError, MachineError
 from runner.probes import machine
-from runner.probes.finding import Severity
 
 H200 = "NVIDIA H200, 143771, 570.86.15"
 needs_users = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
@@ -33,23 +32,21 @@ def listing(*cards):
     return "cat <<'.'\n" + "\n".join(f"{i}, GPU-{i}a, {card}" for i, card in enumerate(cards)) + "\n."
 
 
-def test_cards_are_counted_and_named(smi):
+def test_no_driver_means_no_cards():
     """
-    Eight like cards are one line.
+    A machine without cards is no error; whether that will do is decided elsewhere.
     """
-    finding = machine.probe_cards({}, program=smi(listing(*[H200] * 8)))
-
-    assert (Severity.OK, "8 x NVIDIA H200, 140 GiB, driver 570.86.15") == (finding.severity, finding.message)
-    assert 8 == finding.facts["count"]
+    assert () == machine.read_cards(program="/nowhere/nvidia-smi")
 
 
-def test_no_driver_is_a_finding():
+def test_a_broken_driver_is_the_machines_fault(smi):
     """
-    A machine without cards is told as one; whether that will do is decided elsewhere.
+    A driver that answers with an error means cards that cannot be used.
     """
-    finding = machine.probe_cards({}, program="/nowhere/nvidia-smi")
+    program = smi("echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18")
 
-    assert (Severity.WARN, "no card found", 0) == (finding.severity, finding.message, finding.facts["count"])
+    with pytest.raises(MachineError, match="Failed to initialize NVML: Driver/library version mismatch"):
+        machine.read_cards(program=program)
 
 
 def test_a_driver_without_cards_is_a_finding(smi):
@@ -57,27 +54,6 @@ def test_a_driver_without_cards_is_a_finding(smi):
     nvidia-smi ends with an error where there is no card; that is an answer.
     """
     assert () == machine.read_cards(program=smi("echo 'No devices were found'; exit 6"))
-
-
-def test_cards_that_differ_are_told(smi):
-    """
-    Unlike cards work, at the pace of the slowest.
-    """
-    finding = machine.probe_cards({}, program=smi(listing(H200, "NVIDIA L4, 23034, 570.86.15")))
-
-    assert (Severity.WARN, "cards differ: NVIDIA H200, NVIDIA L4") == (finding.severity, finding.message)
-
-
-def test_a_broken_driver_is_a_refusal(smi):
-    """
-    A driver that answers with an error means cards that cannot be used.
-    """
-    program = smi("echo 'Failed to initialize NVML: Driver/library version mismatch' >&2; exit 18")
-
-    finding = machine.probe_cards({}, program=program)
-
-    assert Severity.REFUSE is finding.severity
-    assert "Failed to initialize NVML: Driver/library version mismatch" in finding.message
 
 
 def test_a_driver_that_hangs_is_not_waited_for(smi):
@@ -106,69 +82,6 @@ def test_hidden_cards_do_not_count(smi, names, indices):
     cards = machine.read_cards(program=smi(listing(H200, H200, H200)))
 
     assert indices == [card.index for card in machine.visible(cards, names)]
-
-
-def test_a_disk_is_really_written(tmp_path):
-    """
-    The folder is made, written, synced, and left empty.
-    """
-    finding = machine.probe_disk(tmp_path / "run")
-
-    assert (Severity.OK, []) == (finding.severity, list((tmp_path / "run").iterdir()))
-    assert finding.facts["free_bytes"] > 0
-
-
-@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/x"])
-def test_a_folder_that_cannot_be_written_is_a_refusal(folder):
-    """
-    Training that cannot save is not begun.
-    """
-    finding = machine.probe_disk(Path(folder))
-
-    assert Severity.REFUSE is finding.severity
-    assert finding.message.startswith(f"{folder}: expected a folder that can be written, got: ")
-
-
-def test_small_shared_memory_is_told(tmp_path):
-    """
-    Docker's 64 MB are named with the cure; a host's half of the memory is fine.
-    """
-    assert Severity.OK is machine.probe_shared_memory(tmp_path).severity
-
-    finding = machine.probe_shared_memory(tmp_path / "none")
-
-    assert (Severity.WARN, True) == (finding.severity, "--shm-size" in finding.hint)
-
-
-def test_a_readable_folder_is_fine(tmp_path):
-    """
-    Nothing to say about data that can be read.
-    """
-    (tmp_path / "data").touch()
-
-    assert Severity.OK is machine.probe_readable(tmp_path).severity
-
-
-def test_a_missing_folder_is_a_refusal(tmp_path):
-    """
-    The message says what was expected and what was found.
-    """
-    finding = machine.probe_readable(tmp_path / "none")
-
-    assert f"{tmp_path}/none: expected a folder that can be read, got: No such file or directory" == finding.message
-
-
-@needs_users
-def test_an_unreadable_file_is_named(tmp_path):
-    """
-    One file without permission is found before the job stumbles over it.
-    """
-    (tmp_path / "data").touch(mode=0o000)
-
-    assert f"{tmp_path}/data: cannot be read" == machine.probe_readable(tmp_path).message
-
-
-# ---------------------------------------------------------------------------------- python
 
 
 @pytest.fixture(scope="module")

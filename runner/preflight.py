@@ -1,0 +1,344 @@
+"""
+The checks before the job, put together: probes look, all at once and each with a time limit; policy judges.
+
+A check that does not end is a finding, and so is one that fails: neither may keep a job from starting.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Final
+
+from runner.adapters.launchers import LAUNCHERS, split_command
+from runner.adapters.providers import PROVIDERS, with_secrets
+from runner.adapters.providers.http import make_send
+from runner.errors import MachineError, RunnerError
+from runner.facts import (
+    Broken,
+    CardReport,
+    Finding,
+    PeerAccess,
+    Server,
+    ServerState,
+    Severity,
+    StoreTrial,
+    Topology,
+)
+from runner.job import Job, LauncherName
+from runner.policy.links import LinkClass, judge_peer_access, judge_topology, link_class
+from runner.policy.preflight import (
+    LAUNCHER_MODULES,
+    expected_checkpoint,
+    judge_disk,
+    judge_end,
+    judge_host,
+    judge_report,
+    judge_software,
+    judge_store,
+    judge_strategy,
+    judge_xids,
+)
+from runner.probes import host as hosts
+from runner.probes import smi
+from runner.probes.readings import read
+from runner.probes.software import look_at_imports
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.offsite import OffsiteError, Store, open_store
+
+LIMIT_S: Final = 40.0  # for one check
+_DEFAULT_PORT: Final = 29_500
+_STREAMS: Final = 4  # as an upload has them
+_SAMPLE_BYTES: Final = 2 << 20  # of each: enough to tell 5 MB/s from 500
+_STALE: Final = timedelta(hours=1)
+
+Check = Callable[[], Iterable[Finding]]
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mission:
+    """The job, and where it is to run. `deadline_at` None: not known here."""
+
+    job: Job
+    python: str
+    num_procs: int
+    num_cards: int
+    run_dir: Path
+    workdir: Path
+    env: Mapping[str, str]  # of the supervisor, its own secrets too
+    server: Server | None = None
+    deadline_at: datetime | None = None
+    smi: str = "nvidia-smi"
+
+
+def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> list[Finding]:
+    """All that can be said before the code is there."""
+    checks = {
+        "cards": lambda: _cards(mission),
+        "links": lambda: _links(mission),
+        "cards.log": lambda: judge_xids(smi.read_xids()) if mission.num_cards else (),
+        "memory": lambda: _host(mission),
+        "disk": lambda: _disk(mission),
+        "store": lambda: _store(mission),
+        "money": lambda: _money(mission),
+    }
+    return _all_at_once(checks, progress)
+
+
+def look_at_code(mission: Mission, progress: Progress = lambda *_: None) -> list[Finding]:
+    """What can be said only when the code is in place."""
+    return _all_at_once({"software": lambda: _software(mission)}, progress)
+
+
+# ------------------------------------------------------------------------------ at one time
+
+
+def _all_at_once(checks: Mapping[str, Check], progress: Progress, *, limit_s: float = LIMIT_S) -> list[Finding]:
+    """In the order of the checks. Threads that hang are left: they are daemons, and this process ends soon."""
+    answers: queue.SimpleQueue[tuple[str, tuple[Finding, ...]]] = queue.SimpleQueue()
+    for name, check in checks.items():
+        threading.Thread(target=lambda n=name, c=check: answers.put((n, _caught(n, c))), daemon=True).start()
+    done: dict[str, tuple[Finding, ...]] = {}
+    ends = time.monotonic() + limit_s
+    while len(done) < len(checks) and (left := ends - time.monotonic()) > 0:
+        try:
+            name, found = answers.get(timeout=left)
+        except queue.Empty:
+            break
+        done[name] = found
+        progress(len(done) / len(checks), ", ".join(name for name in checks if name not in done))
+    return [one for name in checks for one in done.get(name) or (() if name in done else (_late(name, limit_s),))]
+
+
+def _late(name: str, limit_s: float) -> Finding:
+    message = f"{name}: no answer within {limit_s:.0f} s"
+    return Finding(
+        name="time_limit", severity=Severity.WARN, message=message, hint="what hangs here may hang in training"
+    )
+
+
+def _caught(name: str, check: Check) -> tuple[Finding, ...]:
+    try:
+        return tuple(check())
+    except MachineError as error:
+        return (Finding(name=name, severity=Severity.REFUSE, message=str(error), hint=error.hint),)
+    except RunnerError as error:
+        return (Finding(name=name, severity=Severity.WARN, message=str(error), hint=error.hint),)
+    except Exception as error:  # noqa: BLE001  # a check that fails must not keep a job from starting
+        return (Finding(name=name, severity=Severity.WARN, message=f"{name}: not checked: {error!r}"),)
+
+
+# ------------------------------------------------------------------------------------ cards
+
+
+def _report(mission: Mission) -> CardReport | None:
+    """Of the cards that CUDA may see, by their place in this container."""
+    report = smi.read_report(program=mission.smi) if mission.num_cards else None
+    wanted = mission.env.get("CUDA_VISIBLE_DEVICES")
+    if report is None or wanted is None:
+        return report
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    cards = tuple(
+        card for card in report.cards if any(name == str(card.index) or card.uuid.startswith(name) for name in names)
+    )
+    return CardReport(cards=cards or report.cards, driver=report.driver, cuda=report.cuda)
+
+
+def _cards(mission: Mission) -> Iterable[Finding]:
+    return judge_report(_report(mission), mission.job)
+
+
+def _links(mission: Mission) -> Iterable[Finding]:
+    """The two tables of links. One that cannot be read says nothing against the machine: other checks do."""
+    if mission.num_cards < 2:  # noqa: PLR2004  # a pair
+        return ()
+    readings = [
+        read(smi.read_table(*words, program=mission.smi) or "") for words in (("topo", "-m"), ("topo", "-p2p", "r"))
+    ]
+    found: list[Finding] = []
+    link = LinkClass.UNKNOWN
+    for reading in readings:
+        match reading:
+            case Topology():
+                link = link_class(reading)
+                nvlink = link is LinkClass.NVLINK
+                found += judge_topology(reading)
+                found += judge_strategy(mission.job, nvlink=nvlink, num_procs=mission.num_procs)
+            case PeerAccess():
+                found += judge_peer_access(reading, link=link)
+            case Broken(message=message):
+                found.append(Finding(name="links", severity=Severity.WARN, message=f"nvidia-smi topo: {message}"))
+            case _:
+                pass
+    return found
+
+
+# ----------------------------------------------------------------------------- the machine
+
+
+def _host(mission: Mission) -> Iterable[Finding]:
+    report = None
+    if mission.num_cards:
+        try:
+            report = _report(mission)
+        except MachineError:
+            report = None  # told by the check of the cards
+    return judge_host(
+        hosts.read_host(),
+        num_procs=mission.num_procs,
+        card_bytes=sum(card.memory_bytes for card in report.cards) if report else 0,
+        checkpoint=_expected(mission),
+    )
+
+
+def _expected(mission: Mission) -> int | None:
+    folder = Path(mission.job.checkpoint.dir)
+    sizes = [c.size_bytes for c in CheckpointDir(folder, Disk()).committed()] if folder.is_dir() else []
+    return expected_checkpoint(mission.job, max(sizes, default=None))
+
+
+def _disk(mission: Mission) -> Iterable[Finding]:
+    try:
+        rate = hosts.measure_disk(mission.run_dir)
+    except OSError as error:
+        raise MachineError(
+            f"{mission.run_dir}: expected a folder that can be written, got: {error.strerror}",
+            hint="mount a volume there that this user may write, or free some space",
+        ) from None
+    return judge_disk(rate, mission.job, _expected(mission))
+
+
+# --------------------------------------------------------------------------------- the store
+
+
+def _store(mission: Mission) -> Iterable[Finding]:
+    if mission.job.offload.to is None:
+        return ()
+    trial = _try_store(mission)
+    checkpoint = _expected(mission)
+    end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
+    return (*judge_store(trial, mission.job, checkpoint), *end)
+
+
+def _try_store(mission: Mission) -> StoreTrial:
+    """Put, refuse to replace, look, delete. What fails because the store is away is the survey's to tell."""
+    store = open_store(mission.job.offload, mission.env)
+    folder = f"{mission.job.name}/preflight"
+    keys = [f"{folder}/{uuid.uuid4().hex}" for _ in range(_STREAMS)]
+    sample = os.urandom(_SAMPLE_BYTES)
+    started, asked_at = time.monotonic(), datetime.now(UTC)
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        list(pool.map(lambda key: store.put(key, sample), keys))
+    rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
+    is_exclusive = not store.put_new(keys[0], b"another")
+    entries = list(store.list(folder))
+    modified = next((entry.modified_at for entry in entries if entry.key == keys[0]), asked_at)
+    stale = [entry.key for entry in entries if entry.modified_at < modified - _STALE]  # of one that was killed
+    return StoreTrial(
+        address=store.address,
+        rate=min(rate, mission.job.offload.max_bandwidth or rate),
+        deletes=_can_delete(store, [*keys, *stale]),
+        is_exclusive=is_exclusive,
+        skew_s=(modified - asked_at).total_seconds(),
+    )
+
+
+def _can_delete(store: Store, keys: Iterable[str]) -> bool:
+    try:
+        for key in keys:
+            store.delete(key)
+    except OffsiteError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------- the rest
+
+
+def _money(mission: Mission) -> Iterable[Finding]:
+    """A harmless read proves the key that stops the server; the answer's date proves the clock."""
+    server = mission.server
+    if server is None:
+        return
+    dates: list[str] = []
+    send = make_send()
+
+    def listening(method: str, url: str, *, headers: Mapping[str, str], body: bytes | None = None):  # type: ignore[no-untyped-def]  # noqa: ANN202  # a Send
+        reply = send(method, url, headers=headers, body=body)
+        dates.append(reply.headers.get("date", ""))
+        return reply
+
+    answer = PROVIDERS[server.provider].read(server, with_secrets(mission.env), listening)
+    if answer.state is ServerState.UNKNOWN:
+        hint = "the guardian will not be able to stop it: stop it yourself, or give the right key"
+        message = f"server {server.id} cannot be asked: {answer.detail}"
+        yield Finding(name="money", severity=Severity.WARN, message=message, hint=hint)
+    else:
+        message = f"the key is accepted: server {server.id} can be asked, and stopped"
+        yield Finding(name="money", severity=Severity.OK, message=message)
+    if dates and dates[-1]:
+        skew = abs((parsedate_to_datetime(dates[-1]) - datetime.now(UTC)).total_seconds())
+        if skew > 300:  # noqa: PLR2004  # what certificates and stores forgive
+            message = f"this machine's clock is {skew:.0f} s off the provider's"
+            yield Finding(name="money", severity=Severity.WARN, message=message, hint="tell support: limits go by it")
+
+
+def _software(mission: Mission) -> Iterable[Finding]:
+    job = mission.job
+    words = split_command(job.command, resume_args=(), values={})
+    target = LAUNCHERS[job.launcher].target(words)
+    script = mission.workdir / target if target and target.endswith(".py") else None
+    if job.launcher is LauncherName.COMMAND:
+        script = next((mission.workdir / word for word in words[1:2] if word.endswith(".py")), None)
+    modules = [LAUNCHER_MODULES[job.launcher]] if job.launcher in LAUNCHER_MODULES else []
+    env = {**mission.env, **job.env, "PYTHONPATH": _python_path(mission)}
+    found = look_at_imports(mission.python, script if script and script.is_file() else None, modules, env=env)
+    return judge_software(
+        job,
+        {**mission.env, **job.env, **dict.fromkeys(job.secrets, "")},
+        missing=() if found.moves else found.missing,
+        hidden=found.hidden,
+        imports=found.imports,
+        problem=found.problem,
+        taken=_taken(job, {**mission.env, **job.env}),
+        keys=_keys(mission.env),
+    )
+
+
+def _python_path(mission: Mission) -> str:
+    """With our library on it, as in an attempt."""
+    given = mission.job.env.get("PYTHONPATH") or mission.env.get("PYTHONPATH")
+    library = Path(__file__).resolve().parents[1]
+    return os.pathsep.join(part for part in (given, str(mission.run_dir / "lib"), str(library)) if part)
+
+
+def _taken(job: Job, env: Mapping[str, str]) -> tuple[int, ...]:
+    """torchrun takes a port that is free; the others have one of their own."""
+    if job.launcher not in {LauncherName.ACCELERATE, LauncherName.DEEPSPEED}:
+        return ()
+    text = env.get("MASTER_PORT", "")
+    port = int(text) if text.isdecimal() else _DEFAULT_PORT
+    return () if hosts.is_free(port) else (port,)
+
+
+def _keys(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Services whose key lies in a file."""
+    home = Path(env.get("HOME", "/root"))
+    netrc = Path(env.get("NETRC", home / ".netrc"))
+    token = Path(env.get("HF_HOME", home / ".cache" / "huggingface")) / "token"
+    try:
+        has_wandb = "wandb" in netrc.read_text(errors="replace")
+    except OSError:
+        has_wandb = False
+    return ("wandb",) * has_wandb + ("huggingface",) * token.is_file()

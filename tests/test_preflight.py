@@ -1,0 +1,210 @@
+"""Preflight as a user meets it: the command, and the first lines of a run. The driver is a program that answers as one."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner import preflight
+from runner.facts import Finding, Severity
+from runner.job import Job
+from runner.preflight import Mission, look_at_code, look_at_machine
+from tests.probes.test_smi import document
+
+TRAINER = Path(__file__).parent / "fake_trainer.py"
+ROWS = "0, GPU-0a, NVIDIA H100 80GB HBM3, 81559, 550.54.15\\n1, GPU-1a, NVIDIA H100 80GB HBM3, 81559, 550.54.15"
+TOPO = "\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV18\\t0-31\\nGPU1\\tNV18\\t X \\t0-31\\n"
+JOB = """
+name: small
+command: {python} fake_trainer.py --steps 5 --step-time 0.01
+launcher: command
+cpu_processes: 1
+checkpoint: {{save_interval: 1s}}
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """A PATH on which nvidia-smi reports two cards."""
+
+    def install(*cards):
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "report.xml").write_text(document(*cards))
+        program = folder / "nvidia-smi"
+        program.write_text(
+            f'#!/bin/sh\ncase "$*" in\n*-x*) cat {folder}/report.xml ;;\n'
+            f'*p2p*) printf "\\tGPU0\\tGPU1\\nGPU0\\tX\\tOK\\nGPU1\\tOK\\tX\\n" ;;\n*topo*) printf "{TOPO}" ;;\n*query-gpu=index,uuid*) printf "{ROWS}\\n" ;;\n*) exit 2 ;;\nesac\n'
+        )
+        program.chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
+    return install
+
+
+@pytest.fixture
+def job(tmp_path):
+    shutil.copy(TRAINER, tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB.format(python=sys.executable))
+    return tmp_path / "job.yaml"
+
+
+def mission(tmp_path, script="", **fields):
+    (tmp_path / "train.py").write_text(script)
+    job = Job.model_validate({"command": "train.py", "checkpoint": {"dir": f"{tmp_path}/run/checkpoints"}} | fields)
+    return Mission(
+        job=job,
+        python=sys.executable,
+        num_procs=1,
+        num_cards=0,
+        run_dir=tmp_path / "run",
+        workdir=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+    )
+
+
+def test_a_plain_machine_is_go(cli, job):
+    """
+    Every check a line, what is always set, the verdict last; exit code 0.
+    """
+    done = cli("preflight", "--config", "job.yaml")
+
+    assert 0 == done.returncode, done.stderr
+    lines = done.stdout.splitlines()
+    assert "verdict: go" == lines[-1] or lines[-1].startswith("  ")
+    assert any(line.startswith("ok       disk") for line in lines), done.stdout
+    assert any("NCCL_DEBUG=WARN" in line and "unless you set them" in line for line in lines)
+
+
+def test_a_fabric_that_is_down_is_a_swap(cli, job, driver):
+    """
+    Exit code 3, for scripts too; the reason says what to do.
+    """
+    done = cli("preflight", "--config", "job.yaml", "--json", PATH=driver({}, {"fabric": "In Progress"}))
+
+    told = json.loads(done.stdout)
+    assert (3, "swap") == (done.returncode, told["verdict"])
+    assert ["1 of 2 cards are not ready in the NVLink fabric"] == [reason[:47] for reason in told["reasons"]]
+    assert "swap this machine and tell support" in told["reasons"][0]
+
+
+def test_links_are_named_with_the_speed_to_expect(cli, job, driver):
+    """
+    The same judgements as `explain`.
+    """
+    done = cli("preflight", "--config", "job.yaml", "--json", PATH=driver({}, {"width": 8}))
+
+    told = {(one["name"], one["severity"]): one["message"] for one in json.loads(done.stdout)["findings"]}
+    assert "every pair is linked by NVLink, NV18 at the least" in told["links", "ok"]
+    assert "card 1: its PCIe link has 8 lanes of 16" == told["cards.speed", "warn"]
+    assert 0 == done.returncode
+
+
+def test_a_run_on_a_machine_to_be_swapped_ends_at_once(cli, job, driver, tmp_path):
+    """
+    Refused with exit code 3 before anything is launched; status tells it, as a script would read it.
+    """
+    done = cli("run", "--config", "job.yaml", PATH=driver({}, {"failed": "Yes"}))
+
+    assert 3 == done.returncode, done.stderr
+    assert "preflight: swap this machine: card 1: a broken row of its memory could not be replaced" in done.stderr
+    verdict = json.loads((tmp_path / "small/status.json").read_text())["verdict"]
+    assert "swap" == verdict["verdict"]
+    assert not (tmp_path / "small/logs/attempt-0001").exists()
+    assert "machine refused: card 1" in cli("status", "small").stdout
+
+
+def test_a_run_says_its_verdict_in_one_line(cli, job, tmp_path):
+    """
+    And keeps it in status.json, where the store has it too.
+    """
+    done = cli("run", "--config", "job.yaml")
+
+    assert 0 == done.returncode, done.stderr
+    assert 1 == done.stderr.count("preflight: go"), done.stderr
+    assert json.loads((tmp_path / "small/status.json").read_text())["verdict"]["verdict"] in {"go", "changes"}
+
+
+# ------------------------------------------------------------------------------- the checks
+
+
+def test_a_check_that_hangs_and_one_that_fails_are_findings():
+    """
+    The others are told all the same, in their order.
+    """
+    checks = {
+        "slow": lambda: time.sleep(60),
+        "broken": lambda: 1 / 0,
+        "well": lambda: [Finding(name="well", severity=Severity.OK, message="fine")],
+    }
+
+    found = preflight._all_at_once(checks, lambda *_: None, limit_s=1.0)
+
+    assert ["time_limit", "broken", "well"] == [one.name for one in found]
+    assert "slow: no answer within 1 s" == found[0].message
+    assert {Severity.WARN, Severity.OK} == {one.severity for one in found}
+
+
+def test_the_disk_and_the_store_are_really_written(tmp_path):
+    """
+    And nothing is left in either.
+    """
+    store = tmp_path / "store"
+    store.mkdir()
+    told = look_at_machine(mission(tmp_path, offload={"to": f"file://{store}"}))
+
+    severities = {one.name: one.severity for one in told}
+    assert Severity.OK is severities["disk"]
+    assert Severity.OK is severities["store"], told
+    assert [] == [path for path in store.rglob("*") if path.is_file()]
+    assert [] == [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_a_folder_that_cannot_be_written_refuses(tmp_path):
+    """
+    Nothing can be saved there.
+    """
+    (tmp_path / "run").write_text("a file")
+
+    told = {one.name: one for one in look_at_machine(mission(tmp_path))}
+
+    assert Severity.REFUSE is told["disk"].severity
+    assert "expected a folder that can be written" in told["disk"].message
+
+
+IMPORTS = {
+    "there": ("import json, torch\nfrom vramfarm import Checkpointer\n", None),
+    "missing": ("import os\nimport flash_attn_none\n", "flash_attn_none"),
+    "optional": ("try:\n    import flash_attn_none\nexcept ImportError:\n    pass\n", None),
+    "found by a moved path": ("import sys\nsys.path.append('x')\nimport none_such\n", None),
+    "beside the script": ("import helper\n", None),
+    "no python": ("import json\ndef\n", "SyntaxError"),
+}
+
+
+@pytest.mark.parametrize(("script", "words"), IMPORTS.values(), ids=IMPORTS)
+def test_imports_are_looked_for_not_made(tmp_path, script, words):
+    """
+    As the training interpreter would find them.
+    """
+    (tmp_path / "helper.py").write_text("raise SystemExit('imported')")
+
+    odd = [one.message for one in look_at_code(mission(tmp_path, script)) if one.severity is not Severity.OK]
+
+    assert (words is not None) == bool(odd), odd
+    assert (words or "") in "".join(odd)
+
+
+def test_a_file_that_hides_a_module_is_named(tmp_path):
+    """
+    The script's folder comes first when it is run.
+    """
+    (tmp_path / "torch.py").touch()
+
+    (one,) = look_at_code(mission(tmp_path, "import torch\n"))
+
+    assert f"{tmp_path}/torch.py hides the module of that name" == one.message
