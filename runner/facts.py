@@ -320,6 +320,7 @@ class Observed:
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
     num_procs: int = 0  # that a launch starts: one a card
+    card: str = ""  # their model, as the driver calls it
     global_batch: int = 0  # samples a step, where job.yaml says it
     refusal: str = ""  # why this machine cannot do the job at all: too few cards
     preflight: Preflight | None = None  # what was found so far in this life

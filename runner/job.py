@@ -212,12 +212,17 @@ class DataItem(Model):
 
 
 class ModelSize(Model):
-    parameters: float = Field(gt=0, description="Number of parameters: 8e9.")
+    parameters: float = Field(ge=1, le=1e15, description="Number of parameters: 8e9.")
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp_shard_grad_op", "fsdp_full_shard", "lora", "qlora"] = (
         Field(default="ddp", description="How the model is spread over the cards.")
     )
     optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor"] = Field(default="adamw", description="Optimizer.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="Precision of the weights.")
+    sequence: int = Field(default=2048, gt=0, le=10**8, description="Tokens of a sample.")
+    layers: int | None = Field(default=None, gt=0, le=10**4, description="Nothing: estimated from the parameters.")
+    hidden: int | None = Field(default=None, gt=0, le=10**6, description="Width of a layer; estimated likewise.")
+    activation_checkpointing: bool = Field(default=True, description="Activations are computed again, not kept.")
+    cpu_offload: bool = Field(default=False, description="Optimizer states are in system memory.")
 
 
 class Batch(Model):

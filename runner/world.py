@@ -125,6 +125,7 @@ class Setting:
     python: str  # the training interpreter
     num_cards: int
     num_procs: int
+    card: str  # model of the first
     server: Server | None
     withhold: frozenset[str]  # names of the supervisor's own secrets
     secrets: Mapping[str, str]
@@ -199,6 +200,7 @@ class RealWorld:
             tasks=tasks,
             refusal=self._setting.refusal,
             num_procs=self._setting.num_procs,
+            card=self._setting.card,
             global_batch=self._job.batch.global_ if self._job.batch else 0,
             lease=self._lease.look(tasks.get(TaskKind.LEASE)),
             preflight=self._checked.verdict,

@@ -164,7 +164,8 @@ def _of_cards(asked: Asked, work: Workload, offers: Sequence[Offer]) -> dict[str
     if card is None:
         return answer
     answer["ram_bytes"] = host_bytes(work, cards, card.memory_bytes)
-    speed, computing_s = link_gb_per_s(card.name, cards), compute_s(work, card.teraflops)
+    speeds, computing_s = link_gb_per_s(card.name, cards), compute_s(work, card.teraflops)
+    speed = speeds[0] if speeds else None
     sending_s = traffic / (speed * GB) if speed else None
     price = _price(card, cards, offers)
     answer |= {"link_gb_per_s": speed, "traffic_s": sending_s, "compute_s": computing_s, "cost_per_hour": price}

@@ -203,7 +203,8 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
     """What is true of this machine and this job for one life; `JobError` or `MachineError` if it cannot be told."""
     job = loaded.job
     python = machine.find_python(job.python)
-    cards = machine.count_cards()
+    names = machine.card_names()
+    cards = len(names)
     num_procs, refusal = how_many(job, cards)
     refusal = refusal or _uneven(job, num_procs)
     return Setting(
@@ -217,6 +218,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         python=str(python.path),
         num_cards=cards,
         num_procs=num_procs,
+        card=names[0] if names else "",
         server=server,
         withhold=frozenset(SECRETS),
         secrets=_secrets(job, env),

@@ -160,8 +160,8 @@ def _work(args: argparse.Namespace, loaded: LoadedJob | None, batch: Batch | Non
         of_job,
         per_card=per_card,
         accumulation=max(batch.global_ // (per_card * cards), 1) if batch else 1,
-        recompute=not args.no_activation_checkpointing,
-        offload=args.cpu_offload,
+        recompute=of_job.recompute and not args.no_activation_checkpointing,
+        offload=of_job.offload or args.cpu_offload,
         **{name: value for name, value in told.items() if value},
     )
     if work.precision not in TRAINED_IN and work.strategy is not Strategy.INFERENCE:

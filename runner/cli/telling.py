@@ -153,7 +153,7 @@ class Teller:
     def _tell_scaling(self, seen: Observed, history: History) -> None:
         """Once an attempt, when it is sure."""
         attempt = len(history.attempts)
-        if self._scaling_told == attempt or not (line := tell_scaling(history, seen)):
+        if self._scaling_told == attempt or not (line := tell_scaling(self._job, history, seen)):
             return
         self._scaling_told = attempt
         self._log.info(line)

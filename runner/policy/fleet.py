@@ -78,17 +78,18 @@ def _plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower().replace("nvidia", "").replace("geforce", ""))
 
 
-def link_gb_per_s(name: str, cards: int) -> float | None:
+def link_gb_per_s(name: str, cards: int) -> tuple[float, float] | None:
     """
-    What a ring of these cards moves, GB/s a card, on the slowest link that such a machine may have.
+    What a ring of these cards moves, GB/s a card, on the slowest and the fastest link that such a machine may have.
 
     None for one card, and for more than one machine: the network between them is not known.
     """
     if cards == 1 or not is_one_machine(cards):
         return None
     as_the_driver_says = name.replace(" SXM", "-SXM")
-    lowest = floor(possible_wires((as_the_driver_says,), num_cards=cards), cards)
-    return None if lowest is None else lowest.gb_per_s / _OF_HEALTHY
+    likely = possible_wires((as_the_driver_says,), num_cards=cards)
+    speeds = [lowest.gb_per_s / _OF_HEALTHY for wire in likely if (lowest := floor((wire,), cards)) is not None]
+    return (min(speeds), max(speeds)) if speeds else None
 
 
 def billed(price_per_hour: Decimal, seconds: float) -> Decimal:
@@ -211,7 +212,7 @@ def _strategy(work: Workload, cards: int, card: CardKind) -> str:
 
 def _over_pcie(cards: int, card: CardKind | None) -> Iterator[str]:
     speed = None if card is None else link_gb_per_s(card.name, cards)
-    if speed is not None and speed < 60:  # noqa: PLR2004  # GB/s: faster is NVLink
+    if speed is not None and speed[0] < 60:  # noqa: PLR2004  # GB/s: faster is NVLink
         yield (
             "the weights travel between the cards with every micro-batch, and without NVLink the cards wait for them: "
             "take SXM cards, or a strategy that keeps the weights on each card"

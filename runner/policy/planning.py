@@ -126,6 +126,11 @@ def workload(model: ModelSize, *, per_card: int = 1, accumulation: int = 1) -> W
         precision=Precision(model.precision),
         per_card=per_card,
         accumulation=accumulation,
+        sequence=model.sequence,
+        layers=model.layers or 0,
+        hidden=model.hidden or 0,
+        recompute=model.activation_checkpointing,
+        offload=model.cpu_offload,
     )
 
 

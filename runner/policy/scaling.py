@@ -1,6 +1,7 @@
 """
 Whether more cards bring what they should. Said only when it is sure: measured on this machine,
-with the same global batch, for some minutes each.
+with the same global batch, for some minutes each; or where what must be sent takes most of a
+step even on the fastest link that these cards may have.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from datetime import timedelta
 from typing import Final
 
 from runner.facts import Attempt, History, Observed
+from runner.job import Job
+from runner.policy.batch import accumulation
+from runner.policy.fleet import link_gb_per_s
+from runner.policy.planning import GB, traffic_bytes, workload
 
 _LONG_ENOUGH: Final = timedelta(minutes=3)
 _ENOUGH_STEPS: Final = 20
+_MOST: Final = 0.7  # of a step
 _POOR: Final = 0.75  # of what the number of cards promises: two cards usually reach 0.85 to 0.95, four 0.75 to 0.93
 
 
-def tell_scaling(history: History, seen: Observed) -> str:
+def tell_scaling(job: Job, history: History, seen: Observed) -> str:
     """One line where the cards of this attempt, or of the one before, bring less than they should; else empty."""
-    rate, now = seen.progress.steps_per_s, _current(history)
-    if rate is None or now is None or not _is_measured(now, seen):
+    rate, now = seen.progress.steps_per_s, history.attempts[-1] if history.attempts else None
+    if not rate or now is None or now.ending is not None or not _is_measured(now, seen):
         return ""
     earlier = (a for a in reversed(history.attempts[:-1]) if _is_comparable(a, now))
     before = next(earlier, None)
-    return "" if before is None else judge(*sorted([(now.world_size, rate), (before.world_size, before.steps_per_s)]))
+    if before is not None:
+        return judge(*sorted([(now.world_size, rate), (before.world_size, before.steps_per_s)]))
+    return _judge_by_plan(job, seen, 1 / rate)
 
 
 def judge(few: tuple[int, float], many: tuple[int, float]) -> str:
@@ -36,9 +44,19 @@ def judge(few: tuple[int, float], many: tuple[int, float]) -> str:
     )
 
 
-def _current(history: History) -> Attempt | None:
-    last = history.attempts[-1] if history.attempts else None
-    return last if last is not None and last.ending is None and last.world_size and last.global_batch else None
+def _judge_by_plan(job: Job, seen: Observed, step_s: float) -> str:
+    speeds = link_gb_per_s(seen.card, seen.num_procs) if seen.card and seen.num_procs else None
+    if job.model is None or speeds is None:
+        return ""
+    work = workload(job.model, accumulation=accumulation(job, seen.num_procs))
+    sent = traffic_bytes(work, seen.num_procs)
+    sending_s = sent / (speeds[1] * GB)
+    if sending_s < _MOST * step_s:
+        return ""
+    return (
+        f"a step takes {step_s:.1f} s, and {sending_s:.1f} s of that is what each card must send ({sent / GB:.0f} GB with "
+        f"{work.strategy}): the cards wait for the link between them; a strategy that sends less, or cards on NVLink, would not"
+    )
 
 
 def _is_measured(now: Attempt, seen: Observed) -> bool:
@@ -49,6 +67,8 @@ def _is_measured(now: Attempt, seen: Observed) -> bool:
 def _is_comparable(before: Attempt, now: Attempt) -> bool:
     """Another machine may have other cards: only this one's boot counts."""
     if before.ended_at is None or before.steps_per_s <= 0 or before.world_size in {0, now.world_size}:
+        return False
+    if not (now.world_size and now.global_batch):
         return False
     long_enough = before.ended_at - before.launched_at >= _LONG_ENOUGH
     return long_enough and (before.boot_id, before.global_batch) == (now.boot_id, now.global_batch)

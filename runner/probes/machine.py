@@ -61,9 +61,9 @@ def read_cards(*, program: str = "nvidia-smi", timeout_s: float = _SMI_LIMIT_S) 
     return tuple(_parse_card(line) for line in answer.out.splitlines() if line.strip())
 
 
-def count_cards(env: Mapping[str, str] = os.environ) -> int:
-    """Return how many cards training may use: CUDA_VISIBLE_DEVICES counts where it is set."""
-    return len(visible(read_cards(), env.get("CUDA_VISIBLE_DEVICES")))
+def card_names(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the models of the cards that training may use: CUDA_VISIBLE_DEVICES counts where it is set."""
+    return tuple(card.name for card in visible(read_cards(), env.get("CUDA_VISIBLE_DEVICES")))
 
 
 def visible(cards: Sequence[Card], names: str | None) -> tuple[Card, ...]:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from runner.facts import Attempt, Ending, History, Observed, Progress
+from runner.job import Job
 from runner.policy.scaling import judge, tell_scaling
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -25,9 +26,19 @@ BEFORE = Attempt(
 CURRENT = replace(BEFORE, number=2, launched_at=NOW - timedelta(minutes=5), ended_at=None, ending=None, world_size=2)
 
 
+JOB = Job.model_validate({"command": "train.py", "model": {"parameters": 8e9, "strategy": "fsdp_full_shard"}})
+
+
 def told(before=BEFORE, now=CURRENT, *, rate=1.2, step=100):
     seen = Observed(now=NOW, boot_id="b", life="l", progress=Progress(step=step, steps_per_s=rate))
-    return tell_scaling(History(attempts=(before, now)), seen)
+    return tell_scaling(JOB, History(attempts=(before, now)), seen)
+
+
+def told_of_plan(*, card="NVIDIA GeForce RTX 4090", rate=0.25, job=JOB, num_procs=8):
+    """What an only attempt says."""
+    progress = Progress(step=100, steps_per_s=rate)
+    seen = Observed(now=NOW, boot_id="b", life="l", progress=progress, card=card, num_procs=num_procs)
+    return tell_scaling(job, History(attempts=(replace(CURRENT, number=1, world_size=num_procs),)), seen)
 
 
 def test_two_cards_that_are_hardly_faster_than_one_are_told_of():
@@ -82,3 +93,35 @@ def test_what_is_not_sure_is_not_said(change):
     A wrong hint at night costs a machine.
     """
     assert not told(**change)
+
+
+def test_cards_that_wait_for_the_weights_are_told_of():
+    """
+    FULL_SHARD of 8B over PCIe: 42 GB a card and step, at 16 GB/s, of a step of three seconds.
+    """
+    expected = (
+        "a step takes 3.0 s, and 2.6 s of that is what each card must send (42 GB with fsdp_full_shard): the cards wait "
+        "for the link between them; a strategy that sends less, or cards on NVLink, would not"
+    )
+
+    assert expected == told_of_plan(rate=1 / 3)
+
+
+NOT_THE_LINK = {
+    "a slow step": {"rate": 0.1},
+    "NVLink": {"card": "NVIDIA H100 80GB HBM3"},
+    "one card": {"num_procs": 1},
+    "no card": {"card": ""},
+    "no model in the job": {"job": Job.model_validate({"command": "train.py"})},
+    "a strategy that sends less": {
+        "job": Job.model_validate({"command": "t", "model": {"parameters": 8e9, "strategy": "lora"}})
+    },
+}
+
+
+@pytest.mark.parametrize("change", NOT_THE_LINK.values(), ids=NOT_THE_LINK)
+def test_a_step_that_the_link_does_not_explain_is_not_blamed_on_it(change):
+    """
+    The script, the loader, the model: there are many reasons to be slow.
+    """
+    assert not told_of_plan(**({"rate": 1 / 3} | change))

@@ -203,3 +203,28 @@ def test_a_loader_with_a_state_of_its_own_keeps_it():
     assert 4 == next(same.rest_of_epoch(Position(**position.dump()))).item()
     assert 2 == next(other.rest_of_epoch(Position(**position.dump()))).item()
     assert ("own state", "another number of ranks") == (same.note[-9:], other.note[-23:])
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_a_step_takes_the_same_samples_however_many_ranks_share_the_global_batch(before, now, per_card, step, shuffle):
+    """
+    Fewer ranks accumulate more: eight micro-batches in every optimizer step.
+    """
+
+    def samples(ranks):
+        accumulation = 8 // ranks
+        batches = [
+            list(GlobalBatches(96 * per_card, per_card, World(r, ranks), shuffle=shuffle, seed=3, drop_last=False))
+            for r in range(ranks)
+        ]
+        first = step * accumulation
+        return sorted(i for rank in batches for batch in rank[first : first + accumulation] for i in batch)
+
+    assert 8 * per_card == len(samples(now))
+    assert samples(before) == samples(now)
