@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test test-failed check bench install clean docs
+.PHONY: run test test-failed check bench correctness install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -38,6 +38,11 @@ bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/checkpoint.py \
 	  --dim 512 --layers 8 --batch 1 --tokens 8 --rounds 4 --out build/bench-out
 	@cat build/bench-out/checkpoint.md
+
+# What goes wrong while a checkpoint is written or read, done to ours and to torch's DCP: make correctness ROUNDS=1000
+ROUNDS ?= 100
+correctness: install
+	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
 
 docs: install
 	$(BIN)/python -m runner.docs
