@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from enum import IntEnum, StrEnum
 from typing import Any
@@ -93,6 +93,7 @@ class Attempt:
     world_size: int = 0  # processes it was started with; 0: not written down
     global_batch: int = 0  # samples a step, where job.yaml says it
     steps_per_s: float = 0.0  # at its end
+    first_step_at: datetime | None = None  # None: none was seen by a runner
 
 
 class Outcome(StrEnum):
@@ -116,6 +117,36 @@ class Conclusion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What one machine did for a run, by its own clock. `seen_at`: when it last told the store."""
+
+    id: str
+    where: str = ""  # for people
+    provider: str = ""  # empty: not rented
+    server: str = ""
+    price_per_hour: str = ""  # a decimal text
+    currency: str = "EUR"
+    opened_at: datetime
+    paid_from: datetime
+    seen_at: datetime
+    is_anew: bool = False  # the operator reopened the run on it: limits count from here
+    outcome: str = ""
+    reason: str = ""
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Earlier:
+    """What other machines did before this one joined the run, as far as it counts for limits."""
+
+    num_machines: int = 0
+    last_attempt: int = 0
+    duration: timedelta = timedelta()
+    cost: Decimal = Decimal(0)
+    is_anew: bool = False  # the operator reopened the run here: time and money of others do not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """The journal, folded. Only what the world cannot be asked again."""
 
@@ -129,6 +160,14 @@ class History:
     budget_from: int = 0  # attempts before this index belong to a part of the run that is over
     orders: frozenset[str] = frozenset()  # --start-over and --go-on that were carried out
     fresh_from: int = 0  # number of the attempt that started over; checkpoints before it are not used
+    machine: str = ""  # that this journal speaks of now
+    reopened_on: str = ""  # the machine on which the operator last reopened the run
+    earlier: Earlier = Earlier()
+
+    @property
+    def next_number(self) -> int:
+        """Of the next attempt: numbers go on over machines."""
+        return max(self.earlier.last_attempt, *(attempt.number for attempt in self.attempts), 0) + 1
 
 
 # ------------------------------------------------------------------------------- slow work
@@ -327,6 +366,9 @@ class Observed:
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine
     lease: Lease = Lease()
+    machine: str = ""  # this one, in the ledger
+    ledger: tuple[Machine, ...] | None = None  # of the store; None: not known yet
+    first_step_at: datetime | None = None  # of the running attempt
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False

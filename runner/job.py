@@ -322,12 +322,16 @@ class HangPolicy(Model):
 
 class Limits(Model):
     max_duration: Duration | None = Field(
-        default=None, description="For the whole run, all machines together. Nothing: 24h a machine."
+        default=None,
+        description="For the whole run, all machines together, as its ledger in the store has them. Nothing: 24h a machine.",
     )
     until: str | None = Field(
         default=None, description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time."
     )
-    max_cost: Money | None = Field(default=None, description="For the whole run, in the provider's currency.")
+    max_cost: Money | None = Field(
+        default=None,
+        description="For the whole run, all machines together, in the provider's currency: price times whole minutes, fifteen at least a server.",
+    )
     on_limit: OnLimit = Field(
         default=OnLimit.KEEP_DATA,
         description="`keep_data`: what is only here is saved first. `stop_anyway`: never a minute more.",

@@ -15,6 +15,7 @@ from runner.policy.lifecycle import (
     Discard,
     End,
     Interrupt,
+    Join,
     Kill,
     Launch,
     Leave,
@@ -84,6 +85,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.accepted(world.digest(), seen.now))
         case Begin(kind=kind, subject=subject):
             world.begin(kind, subject)
+        case Join(machine=machine, earlier=earlier):
+            journal.append(events.joined(machine, earlier, seen.now))
         case Cease(kind=kind):
             world.cease(kind)
         case Discard(name=name):
@@ -103,7 +106,14 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             rate = seen.progress.steps_per_s
             journal.append(
                 events.exited(
-                    ending, exit_, step=step, reason=reason, at=seen.now, diagnosis=diagnosis, steps_per_s=rate
+                    ending,
+                    exit_,
+                    step=step,
+                    reason=reason,
+                    at=seen.now,
+                    diagnosis=diagnosis,
+                    steps_per_s=rate,
+                    first_step_at=seen.first_step_at,
                 )
             )
             world.forget(journal.history.attempts[-1])

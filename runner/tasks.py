@@ -25,6 +25,7 @@ from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
 from runner.keeper import keep_lease
+from runner.policy import ledger
 from runner.policy.lifecycle import CODE, MACHINE
 from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.preflight import Mission, look_at_code, look_at_machine
@@ -41,8 +42,9 @@ Source = GitSource | PathSource | ArchiveSource | None
 
 _SOURCE: TypeAdapter[Source] = TypeAdapter(Source)
 _PIECE_BYTES: Final = 8 << 20
-_PUBLISHED: Final = ("status.json", "journal.jsonl", "job.json")
-_LOG_LIMIT_BYTES: Final = 64 << 20
+_LEDGER: Final = "ledger.json"
+_LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
+_LOG_SOON_BYTES: Final = 4 << 20  # while the attempt runs: the whole comes when it is over
 _SAY_EVERY_S: Final = 0.5
 
 
@@ -151,7 +153,8 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     written = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "run_dir": arguments["run_dir"]}
     transfer.publish(store, arguments["job"], {"looked.json": json.dumps(written).encode()})
-    return {**look(arguments, progress), "job": _read_json(store, f"{arguments['job']}/job.json")}
+    job, ledger = (_read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", _LEDGER))
+    return {**look(arguments, progress), "job": job, "ledger": ledger}
 
 
 def look(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -224,8 +227,10 @@ def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
-    number = _publish_files(store, arguments, logs=True)
     conclusion = arguments.get("conclusion")
+    is_running = any(attempt["ending"] is None for attempt in arguments["machine"]["attempts"])
+    soon = is_running or arguments["is_leaving"]
+    number = _publish_files(store, arguments, log_bytes=_LOG_SOON_BYTES if soon else _LOG_LIMIT_BYTES)
     if conclusion:
         transfer.publish(store, arguments["job"], {"outcome.json": json.dumps(conclusion).encode()})
     return {"summary": f"{number} files"}
@@ -282,17 +287,50 @@ def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     return found[0]
 
 
-def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) -> int:
+def _publish_files(store: Store, arguments: Arguments, *, log_bytes: int = 0) -> int:
+    """What a person reads from the bucket alone. Of other machines nothing is overwritten."""
     run_dir = Path(arguments["run_dir"])
-    files: dict[str, Path | bytes] = {name: run_dir / name for name in _PUBLISHED if (run_dir / name).is_file()}
-    if logs:
-        files |= {
-            str(path.relative_to(run_dir)): path
-            for path in sorted((run_dir / "logs").rglob("*"))
-            if path.is_file() and not path.is_symlink() and path.stat().st_size <= _LOG_LIMIT_BYTES
-        }
+    number = _write_ledger(store, arguments)
+    places = {
+        "job.json": "job.json",
+        "journal.jsonl": f"machines/{number:04d}/journal.jsonl",
+        "metrics.jsonl": f"machines/{number:04d}/metrics.jsonl",
+    }
+    files: dict[str, Path | bytes] = {
+        place: run_dir / name for name, place in places.items() if (run_dir / name).is_file()
+    }
+    if log_bytes:
+        files |= _logs(run_dir, arguments, log_bytes, number)
     transfer.publish(store, arguments["job"], files)
     return len(files)
+
+
+def _write_ledger(store: Store, arguments: Arguments) -> int:
+    """Put this machine's entry in, as it is now; returns its number."""
+    mine = ledger.parse_machine(arguments["machine"])
+    machines = ledger.merge(ledger.parse(_read_json(store, f"{arguments['job']}/{_LEDGER}")), mine)
+    transfer.publish(store, arguments["job"], {_LEDGER: json.dumps(ledger.dump(machines), indent=1).encode()})
+    return 1 + next(number for number, machine in enumerate(machines) if machine.id == mine.id)
+
+
+def _logs(run_dir: Path, arguments: Arguments, limit_bytes: int, number: int) -> dict[str, Path | bytes]:
+    """Logs of this machine's attempts, the end of those that are too large; those of tasks by machine."""
+    files: dict[str, Path | bytes] = {}
+    attempts = [run_dir / "logs" / f"attempt-{attempt['number']:04d}" for attempt in arguments["machine"]["attempts"]]
+    for folder in (*attempts, run_dir / "logs" / "tasks"):
+        for path in sorted(folder.rglob("*")):
+            if not path.is_file() or path.is_symlink():
+                continue
+            key = path.relative_to(run_dir).as_posix().replace("logs/tasks/", f"machines/{number:04d}/tasks/", 1)
+            files[key] = path if path.stat().st_size <= limit_bytes else _end_of(path, limit_bytes)
+    return files
+
+
+def _end_of(path: Path, limit_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        left_out = max(file.seek(0, os.SEEK_END) - limit_bytes, 0)
+        file.seek(left_out)
+        return f"[the first {left_out} bytes are not in the store]\n".encode() + file.read(limit_bytes)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.facts import (
     Attempt,
+    Earlier,
     Ending,
     Failed,
     Finished,
@@ -20,6 +21,7 @@ from runner.facts import (
     Lease,
     LeaseState,
     Observed,
+    Outcome,
     Running,
     Server,
     TaskKind,
@@ -27,7 +29,6 @@ from runner.facts import (
 )
 from runner.job import Job, format_duration
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
-from runner.policy.fleet import billed
 from runner.policy.lifecycle import (
     EXIT_CODES,
     LEFT,
@@ -41,6 +42,7 @@ from runner.policy.lifecycle import (
     Discard,
     End,
     Interrupt,
+    Join,
     Kill,
     Launch,
     Leave,
@@ -50,6 +52,7 @@ from runner.policy.lifecycle import (
     TrimLogs,
     Wait,
 )
+from runner.policy.money import billed
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -155,6 +158,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"verify {name} in the store: sizes and checksums, as the store reports them"
         case Begin():
             return ""  # quick, and again and again: their ends are told
+        case Join(earlier=earlier):
+            return _describe_join(earlier)
         case Cease(kind=kind, reason=reason):
             return f"cease {kind}: {reason}"
         case Discard(name=name):
@@ -189,6 +194,14 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
 def _changed(env: Mapping[str, str]) -> str:
     """The environment that is not the job's own."""
     return f" with {', '.join(f'{name}={value}' for name, value in env.items())}" if env else ""
+
+
+def _describe_join(earlier: Earlier) -> str:
+    if not earlier.num_machines:
+        return ""
+    money = f", {earlier.cost} of its money" if earlier.cost else ""
+    took = f"{span(earlier.duration.total_seconds())} of its time{money}"
+    return f"go on after {earlier.num_machines} earlier machine{'s' * (earlier.num_machines != 1)}: {took} are used, {earlier.last_attempt} attempts were made"
 
 
 def _describe_exit(action: RecordExit) -> str:
@@ -286,6 +299,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line 
             return f"checkpoint {state.subject} verified in the store: {summary}"
         case TaskKind.SURVEY:
             return f"the store has {summary}"
+        case TaskKind.PUBLISH if state.subject not in set(Outcome):
+            return ""
         case TaskKind.PUBLISH:
             return f"journal, status, logs and outcome are in the store: {summary}"
         case TaskKind.SETUP:
@@ -353,7 +368,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "loss": seen.progress.loss,
         "steps_per_s": seen.progress.steps_per_s,
         "eta_s": eta_s(seen),
-        "attempt": len(history.attempts),
+        "attempt": history.attempts[-1].number if history.attempts else 0,
         "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
         "last_failure": _last_failure(history),
         "verdict": _verdict(seen),
@@ -424,7 +439,7 @@ def _tasks(seen: Observed) -> list[Mapping[str, Any]]:
     return [
         {"kind": kind, "subject": state.subject, "progress": state.progress, "note": state.note}
         for kind, state in seen.tasks.items()
-        if isinstance(state, Running)
+        if isinstance(state, Running) and kind is not TaskKind.LEASE
     ]
 
 

@@ -39,6 +39,7 @@ from runner.facts import (
     Lease,
     LeaseState,
     Live,
+    Machine,
     Observed,
     Outcome,
     Preflight,
@@ -52,6 +53,8 @@ from runner.facts import (
 from runner.job import Job
 from runner.policy.batch import accumulation
 from runner.policy.lease import Pace, may_write
+from runner.policy.ledger import describe_machine, dump_machine
+from runner.policy.ledger import parse as parse_ledger
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import deadline
 from runner.policy.preflight import decide_verdict
@@ -73,6 +76,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
+_LAST_WORDS_S: Final = 10.0
+_MAY_WRITE: Final = frozenset({LeaseState.HELD, LeaseState.NOT_NEEDED})
 _NAMED_BY_HAND: Final = frozenset({"command", "docker"})  # two of their servers may have one id
 
 
@@ -129,6 +134,7 @@ class Setting:
     server: Server | None
     withhold: frozenset[str]  # names of the supervisor's own secrets
     secrets: Mapping[str, str]
+    paid_from: datetime | None = None  # the server's first boot
     refusal: str = ""
     identity: Mapping[str, Any] | None = None  # what makes this job this job; None: any change is accepted
 
@@ -148,11 +154,12 @@ class RealWorld:
         self._store = _StoreView()
         self._logs = _Logs(folder.root / "logs")
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
-        self._holder = _identify_holder(setting.server, folder, disk)
+        self._holder = identify_holder(setting.server, folder, disk)
         self._sight = _AttemptSight(folder)
-        self._conclusion: Conclusion | None = None
-        self._deadline_at: datetime | None = None
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
+        self._history = History()
+        self._deadline_at: datetime | None = None
+        self.on_deadline: Callable[[datetime], None] = lambda _: None
         self._code = source_folder(
             self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
         )
@@ -163,26 +170,37 @@ class RealWorld:
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
 
     def close(self) -> None:
-        """What writes to the store ends, and then the lease is given back."""
+        """What writes to the store ends, it gets a last word, and then the lease is given back."""
+        tasks = self._board.states(datetime.now(UTC))
         for kind in TaskKind:
             if kind is not TaskKind.LEASE:
                 self._board.end(kind)
+        if self._has_last_words(tasks):
+            self.begin(TaskKind.PUBLISH, "last words")
+            self._board.wait(TaskKind.PUBLISH, timeout_s=_LAST_WORDS_S)
+            self._board.end(TaskKind.PUBLISH)
         self._board.finish(TaskKind.LEASE)
         logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it calls its own end an error
         self._watcher.stop()
         self._watcher.join(1)
 
+    def _has_last_words(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
+        """Whether the store does not know yet how this boot ended, and we may tell it."""
+        if not self._history.machine or self._lease.look(tasks.get(TaskKind.LEASE)).state not in _MAY_WRITE:
+            return False
+        told, conclusion = tasks.get(TaskKind.PUBLISH), self._history.conclusion
+        return not (conclusion and isinstance(told, Finished) and told.subject == conclusion.outcome)
+
     # ------------------------------------------------------------------------------- look
 
     def observe(self, history: History) -> Observed:
         process.reap()
-        self._conclusion = history.conclusion
+        self._history = history
         now = datetime.now(UTC)
         tasks = self._board.states(now)
         self._store.learn(tasks)
         self._checked.learn(tasks.get(TaskKind.PREFLIGHT))
         opened = history.opened_at or now
-        self._deadline_at = deadline(self._job.limits, opened, self._setting.server)
         seen = Observed(
             now=now,
             boot_id=self._boot_id,
@@ -209,7 +227,9 @@ class RealWorld:
             stop_requested=self._folder.stop.exists(),
             leaving=self.leaving.is_set(),
             rented=self._setting.server is not None,
-            deadline_at=self._deadline_at,
+            machine=self._holder,
+            ledger=self._store.ledger,
+            deadline_at=self._tell_deadline(history, opened),
             last_upload_s=self._store.last_upload_s,
         )
         if history.attempts and history.attempts[-1].ending is None:
@@ -218,6 +238,14 @@ class RealWorld:
         seen = replace(seen, only_here=self._find_only_here(opened))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
+
+    def _tell_deadline(self, history: History, opened: datetime) -> datetime:
+        setting = self._setting
+        at = deadline(self._job.limits, opened, setting.server, history.earlier, setting.paid_from)
+        if at != self._deadline_at:
+            self._deadline_at = at
+            self.on_deadline(at)
+        return at
 
     def _tidy_pages(self) -> None:
         """Once a life: those of a runner that died between writing down an exit and removing the page."""
@@ -302,8 +330,27 @@ class RealWorld:
             "num_procs": setting.num_procs,
             "num_cards": setting.num_cards,
             "deadline_at": self._deadline_at.isoformat() if self._deadline_at else None,
-            "conclusion": dump_conclusion(self._conclusion) if self._conclusion else None,
+            "conclusion": dump_conclusion(self._history.conclusion) if self._history.conclusion else None,
+            "machine": dump_machine(self._describe_machine()),
+            "is_leaving": self.leaving.is_set(),
         }
+
+    def _describe_machine(self) -> Machine:
+        """This machine's entry in the ledger."""
+        server, now = self._setting.server, datetime.now(UTC)
+        opened = self._history.opened_at or now
+        known = Machine(
+            id=self._holder,
+            where=_describe_place(server, self._folder),
+            provider=server.provider if server else "",
+            server=server.id if server else "",
+            price_per_hour=server.price_per_hour if server else "",
+            currency=server.currency if server else "EUR",
+            opened_at=opened,
+            paid_from=self._setting.paid_from or opened,
+            seen_at=now,
+        )
+        return describe_machine(self._history, known, now)
 
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
@@ -404,6 +451,7 @@ class _AttemptSight:
         self._progress = Progress()
         self._save_s = 0.0
         self._leave_sent_at: datetime | None = None
+        self._first_step_at: datetime | None = None
         self._gone_at: datetime | None = None
         self._exit_seen_at: datetime | None = None
         self._found: Live | None = None
@@ -433,6 +481,7 @@ class _AttemptSight:
             leave_sent_at=self._leave_sent_at,
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
+            first_step_at=self._first_step_at,
         )
 
     def _live(self, attempt_id: str, folder: Path, now: datetime) -> Live | None:
@@ -462,6 +511,9 @@ class _AttemptSight:
         page = self._reader.page
         self._progress = self._reader.read()
         self._save_s = page[Word.SAVE_NS] * _NS
+        began_at = self.attempt.resume.step if self.attempt.resume else 0
+        if self._progress.step > began_at:
+            self._first_step_at = self._first_step_at or now
         if pages.leave_requested(page):
             self._leave_sent_at = self._leave_sent_at or now
 
@@ -540,6 +592,7 @@ class _StoreView:
         self.conclusion: Conclusion | None = None
         self.unusable: set[str] = set()
         self.job: Mapping[str, Any] = {}
+        self.ledger: tuple[Machine, ...] | None = None
         self.last_upload_s = 0.0
         self._known: dict[TaskKind, TaskState] = {}
 
@@ -560,6 +613,7 @@ class _StoreView:
         if "checkpoints" in state.result:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
         if kind is TaskKind.SURVEY:
+            self.ledger = parse_ledger(state.result.get("ledger"))
             self.job = (state.result.get("job") or {}).get("identity") or {}
         if state.result.get("outcome"):
             self.conclusion = parse_conclusion(state.result["outcome"])
@@ -602,7 +656,7 @@ class _LeaseView:
             self._renewed_s = float(told["renewed_s"])
 
 
-def _identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> str:
+def identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> str:
     """
     A rented server has one container at a time, on whatever disk. Elsewhere it is this run
     folder on this disk: a copy of it, restored on another machine, is another holder.
@@ -617,8 +671,12 @@ def _identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> st
 
 
 def _describe_holder(server: Server | None, folder: RunFolder) -> str:
+    return f"{_describe_place(server, folder)}, pid {os.getpid()}"
+
+
+def _describe_place(server: Server | None, folder: RunFolder) -> str:
     where = f"server {server.id}, " if server else ""
-    return f"{where}{socket.gethostname()}:{folder.root}, pid {os.getpid()}"
+    return f"{where}{socket.gethostname()}:{folder.root}"
 
 
 def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:

@@ -15,14 +15,18 @@ from runner.facts import (
     Finished,
     History,
     Live,
+    Machine,
     Observed,
+    Outcome,
     Progress,
     Running,
+    Server,
     TaskKind,
     TaskState,
 )
 from runner.job import Job
 from runner.loop import run
+from runner.policy.ledger import describe_machine, merge
 from runner.policy.lifecycle import End, Wait
 from runner.policy.limits import deadline
 from runner.storage.checkpoints import CheckpointDir
@@ -53,6 +57,7 @@ class Elsewhere:
     lives: int = 0
     store: dict[Ref, Checkpoint] = field(default_factory=dict)
     outcome: Conclusion | None = None
+    ledger: tuple[Machine, ...] = ()
     launches: list[tuple[int, int | None]] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     promised: set[Ref] = field(default_factory=set)
@@ -86,6 +91,7 @@ class SimWorld:
         self.dir.sweep()
         elsewhere.lives += 1
         self.life = f"life-{elsewhere.lives}"
+        self.machine, self.born_at, self.history = str(root), elsewhere.now, History()
         self.attempt: Attempt | None = None
         self.step: int | None = None  # of the ranks; None: they are gone
         self.reached = 0
@@ -96,8 +102,10 @@ class SimWorld:
         self.offsite: tuple[Checkpoint, ...] | None = None
         self.unusable: set[str] = set()
         self.leaving = False
+        self.server: Server | None = None
 
     def observe(self, history: History) -> Observed:
+        self.history = history
         self._finish_tasks()
         live = None
         last = history.attempts[-1] if history.attempts else None
@@ -127,8 +135,10 @@ class SimWorld:
             stop_requested=self.elsewhere.stop_at is not None and now >= self.elsewhere.stop_at,
             leaving=self.leaving,
             rented=True,
+            machine=self.machine,
+            ledger=self.elsewhere.ledger if self.offsite is not None else None,
             only_here=self.elsewhere.only_here,
-            deadline_at=deadline(self.job.limits, history.opened_at or now, None),
+            deadline_at=deadline(self.job.limits, history.opened_at or now, self.server, history.earlier),
             last_upload_s=2 * TURN.total_seconds(),
         )
 
@@ -205,8 +215,12 @@ class SimWorld:
         self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref in keep}
         return ""
 
-    def _do_publish(self, outcome: str) -> str:
-        self.elsewhere.outcome = Conclusion(outcome=outcome, reason="published", at=self.elsewhere.now)
+    def _do_publish(self, subject: str) -> str:
+        if subject in set(Outcome):
+            self.elsewhere.outcome = Conclusion(outcome=subject, reason="published", at=self.elsewhere.now)
+        now = self.elsewhere.now
+        known = Machine(id=self.machine, price_per_hour="12", opened_at=now, paid_from=self.born_at, seen_at=now)
+        self.elsewhere.ledger = merge(self.elsewhere.ledger, describe_machine(self.history, known, now))
         return ""
 
     def cease(self, kind: TaskKind) -> None:

@@ -20,7 +20,8 @@ from runner.facts import Offer
 from runner.job import Batch, format_duration
 from runner.policy.batch import Split, Uneven, split_batch
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence
-from runner.policy.fleet import CardKind, advise, billed, find_card, holders, link_gb_per_s, usual_offers
+from runner.policy.fleet import CardKind, advise, find_card, holders, link_gb_per_s, usual_offers
+from runner.policy.money import billed
 from runner.policy.planning import (
     CONTEXT_BYTES,
     GB,

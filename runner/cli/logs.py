@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,14 +14,21 @@ from typing import Final
 
 from runner.cli.output import out
 from runner.cli.runs import find_run, is_alive
+from runner.cli.stores import is_address, open_run
 from runner.errors import JobError
 from runner.supervise.logs import Follower, Line, find_streams, tail
 
 _LOOK_S: Final = 0.5
+_TAIL_BYTES: Final = 1 << 20  # of one file in the store
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="folder, name or job.yaml of the run, or s3:// or file:// of it in the store",
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
     parser.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of each stream; 100")
     parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1 is the launcher")
@@ -29,6 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.run is not None and is_address(args.run):
+        return _from_the_store(args)
     run_dir = find_run(args.run, os.environ)
     folder = _attempt(run_dir, args.attempt)
     _expect_rank(folder, args.rank)
@@ -37,6 +47,35 @@ def run(args: argparse.Namespace) -> int:
     _print(tail(folder, args.lines, rank=args.rank), as_json=args.json)
     if args.follow:
         _follow(run_dir, folder, follower, args)
+    return 0
+
+
+def _from_the_store(args: argparse.Namespace) -> int:
+    """The ends of the logs, as the runner copied them last."""
+    if args.follow:
+        raise JobError(
+            "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
+        )
+    run = open_run(args.run)
+    sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
+    numbers = sorted({key.split("/")[2] for key in sizes})
+    wanted = numbers[-1:] if args.attempt is None else [n for n in numbers if n == f"attempt-{args.attempt:04d}"]
+    if not wanted:
+        known = ", ".join(number.removeprefix("attempt-").lstrip("0") for number in numbers) or "none"
+        raise JobError(
+            f"{args.run}: expected logs of {'an attempt' if args.attempt is None else f'attempt {args.attempt}'}, found {known}"
+        )
+    prefix = f"{run.job}/logs/{wanted[0]}/"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / wanted[0]
+        folder.mkdir()
+        for key in (key for key in sizes if key.startswith(prefix)):
+            path = folder / key.removeprefix(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            begin = max(sizes[key] - _TAIL_BYTES, 0)
+            path.write_bytes(run.store.read(key, begin, min(sizes[key], _TAIL_BYTES)))
+        _expect_rank(folder, args.rank)
+        _print(tail(folder, args.lines, rank=args.rank), as_json=args.json)
     return 0
 
 

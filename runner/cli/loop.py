@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -28,20 +29,19 @@ from runner.cli.rental import prove, rented
 from runner.cli.telling import Teller
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
-from runner.facts import History, Server
+from runner.facts import Server
 from runner.job import Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.batch import Uneven, split_batch
 from runner.policy.lifecycle import End
-from runner.policy.limits import deadline
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
 from runner.storage.disk import Disk, write_durable
 from runner.storage.journal import Journal
 from runner.words import Surroundings
-from runner.world import RealWorld, RunFolder, Setting
+from runner.world import RealWorld, RunFolder, Setting, identify_holder
 
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
@@ -92,10 +92,11 @@ def _run(
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
         _check_same_job(loaded, folder, accept_change=args.accept_change)
-        _reopen(args, journal, folder)
+        _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
         setting = find_out(loaded, env, server, accept_change=args.accept_change)
-        _tell_deadline(job, folder, journal.history, server, lifeline)
         world = RealWorld(setting, folder, Disk())
+        world.on_deadline = partial(_tell_deadline, job, folder, server, lifeline)
+        world.observe(journal.history)  # before anything else the guardian knows until when
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
         teller = Teller(job, folder, around, machine=_describe(setting), stop_timeout=told)
         _listen(world)
@@ -188,12 +189,12 @@ def _read_identity(path: Path) -> dict[str, Any]:
         return {}  # the first start, or lost by a crash in it: it is written anew
 
 
-def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder) -> None:
+def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder, machine: str) -> None:
     """The same order is carried out once: a runner that is started again has the same arguments."""
     if not (args.start_over or args.go_on) or (args.order and args.order in journal.history.orders):
         return
     folder.stop.unlink(missing_ok=True)
-    journal.append(events.reopened(start_over=args.start_over, order=args.order, at=datetime.now(UTC)))
+    journal.append(events.reopened(start_over=args.start_over, order=args.order, at=datetime.now(UTC), machine=machine))
 
 
 # ----------------------------------------------------------------------------- the setting
@@ -220,6 +221,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         num_procs=num_procs,
         card=names[0] if names else "",
         server=server,
+        paid_from=machine.first_boot_at(loaded.workspace) if server else None,
         withhold=frozenset(SECRETS),
         secrets=_secrets(job, env),
         refusal=refusal,
@@ -270,8 +272,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _tell_deadline(job: Job, folder: RunFolder, history: History, server: Server | None, lifeline: Lifeline) -> None:
-    at = deadline(job.limits, history.opened_at or datetime.now(UTC), server)
+def _tell_deadline(job: Job, folder: RunFolder, server: Server | None, lifeline: Lifeline, at: datetime) -> None:
     if server is None:  # nothing is billed: let the runner say what happened, and not be ended in the middle of it
         at = max(at, datetime.now(UTC) + _LAST_MINUTE)
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import Decimal
 from typing import Final
 
 from runner.facts import Offer
@@ -29,7 +29,6 @@ from runner.policy.planning import (
 )
 from runner.policy.wires import floor, possible_wires
 
-MINIMUM_MINUTES: Final = 15  # billed at least
 _OF_HEALTHY: Final = 0.75  # a floor is about three quarters of what healthy machines reach
 
 
@@ -90,12 +89,6 @@ def link_gb_per_s(name: str, cards: int) -> tuple[float, float] | None:
     likely = possible_wires((as_the_driver_says,), num_cards=cards)
     speeds = [lowest.gb_per_s / _OF_HEALTHY for wire in likely if (lowest := floor((wire,), cards)) is not None]
     return (min(speeds), max(speeds)) if speeds else None
-
-
-def billed(price_per_hour: Decimal, seconds: float) -> Decimal:
-    """Whole minutes, at least fifteen."""
-    minutes = max(MINIMUM_MINUTES, -int(-seconds // 60))
-    return (price_per_hour * minutes / 60).quantize(Decimal("0.01"), ROUND_HALF_UP)
 
 
 # ---------------------------------------------------------------------------------- machines

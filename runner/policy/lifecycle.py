@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from runner.facts import (
     Attempt,
     Diagnosis,
+    Earlier,
     Ending,
     Exit,
     Failed,
@@ -22,6 +23,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import AtEnd, Job
+from runner.policy.ledger import sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
 from runner.policy.resume import NEVER, Fetch, From, plan_resume, resume_floor
@@ -44,6 +46,7 @@ LEFT = 75
 WRONG_JOB = 2
 LOCKED = 5
 SPARE_BYTES = 1 << 20
+PUBLISH_EVERY = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,14 @@ class Begin:
 
     kind: TaskKind
     subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """This machine goes on with what others did: their attempts, time and money count."""
+
+    machine: str
+    earlier: Earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +168,7 @@ class Wait:
 Action = (
     Accept
     | Begin
+    | Join
     | Cease
     | Discard
     | Prune
@@ -268,7 +280,20 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
         or _set_aside(seen)
         or _upload(job, seen)
         or _tidy(job, history, seen)
+        or _publish_now_and_then(job, history, seen)
     )
+
+
+def _publish_now_and_then(job: Job, history: History, seen: Observed) -> Action | None:
+    """
+    When this machine joined, after each attempt, and every few minutes: a machine that vanishes
+    leaves in the store what it did and what it cost.
+    """
+    if job.offload.to is None or not history.machine or history.opened_at is None:
+        return None
+    last = history.attempts[-1] if history.attempts else None
+    what = f"attempt {last.number} {last.ending or 'runs'}" if last else "joined"
+    return _begin(TaskKind.PUBLISH, f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}", seen)
 
 
 def _trim_logs(job: Job, seen: Observed) -> Action | None:
@@ -470,6 +495,8 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
         return None
     if seen.offsite is None:
         return _wait_for_lease(job, seen) or _wait_for_store(job, seen)
+    if seen.ledger is not None and seen.machine != history.machine:
+        return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
     if seen.other_job and not history.attempts:
         hint = "give the job another name, or pass --accept-change to go on with the change"
         return _refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
@@ -573,7 +600,7 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
         reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
         return _refuse(Outcome.STORE, reason, job, seen)
     needed = seen.preflight.env if seen.preflight else {}
-    return Launch(len(history.attempts) + 1, plan.ref, plan.lineage, {**needed, **env})
+    return Launch(history.next_number, plan.ref, plan.lineage, {**needed, **env})
 
 
 def _lock_out(job: Job, seen: Observed) -> End:

@@ -4,36 +4,52 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from zoneinfo import ZoneInfo
 
-from runner.facts import History, Observed, Server
+from runner.facts import Earlier, History, Observed, Server
 from runner.job import Limits
+from runner.policy.money import affordable
 
 DEFAULT_DURATION = timedelta(hours=24)
 _LEAST = timedelta(seconds=30)
 _RENTAL_MARGIN = timedelta(minutes=5)
+_NOTHING = Earlier()
 
 
-def deadline(limits: Limits, opened_at: datetime, server: Server | None) -> datetime:
+def deadline(
+    limits: Limits,
+    opened_at: datetime,
+    server: Server | None,
+    earlier: Earlier = _NOTHING,
+    paid_from: datetime | None = None,
+) -> datetime:
+    """The instant after which nothing is paid for. There is always one."""
+    return min(ends(limits, opened_at, server, earlier, paid_from))[0]
+
+
+def ends(
+    limits: Limits,
+    opened_at: datetime,
+    server: Server | None,
+    earlier: Earlier = _NOTHING,
+    paid_from: datetime | None = None,
+) -> list[tuple[datetime, str]]:
     """
-    The instant after which nothing is paid for. There is always one: the earliest of what the
-    user set (24 hours where nothing is set) and the end of the rental.
+    What the user set (24 hours a machine where nothing is set) and the end of the rental, and
+    what each is called. Time and money that `earlier` machines took are gone.
     """
-    ends = [opened_at + limits.max_duration] if limits.max_duration else []
+    found = []
+    if limits.max_duration:
+        left = max(limits.max_duration - earlier.duration, timedelta())
+        found.append((opened_at + left, "limits.max_duration"))
     if limits.until:
-        ends.append(next_time(limits.until, opened_at))
+        found.append((next_time(limits.until, opened_at), "limits.until"))
     if limits.max_cost is not None and server and server.price_per_hour:
-        ends.append(opened_at + _affordable(limits.max_cost, Decimal(server.price_per_hour)))
-    if not ends:
-        ends.append(opened_at + DEFAULT_DURATION)
+        money = affordable(limits.max_cost - earlier.cost, Decimal(server.price_per_hour))
+        found.append(((paid_from or opened_at) + money, "limits.max_cost"))
+    if not found:
+        found.append((opened_at + DEFAULT_DURATION, "24 hours, where limits say nothing"))
     if server and server.rental_ends_at:
-        ends.append(datetime.fromisoformat(server.rental_ends_at) - _RENTAL_MARGIN)
-    return min(ends)
-
-
-def _affordable(amount: Decimal, price_per_hour: Decimal) -> timedelta:
-    """Whole minutes, since minutes are what is billed."""
-    if price_per_hour <= 0:
-        return DEFAULT_DURATION
-    return timedelta(minutes=int(amount * 60 / price_per_hour))
+        found.append((datetime.fromisoformat(server.rental_ends_at) - _RENTAL_MARGIN, "the end of the rental"))
+    return found
 
 
 def next_time(text: str, after: datetime) -> datetime:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import datetime
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-from runner.facts import Attempt, Conclusion, Decision, Diagnosis, Ending, Exit, History, Outcome
+from runner.facts import Attempt, Conclusion, Decision, Diagnosis, Earlier, Ending, Exit, History, Outcome
 from runner.storage.disk import Disk
 from vramfarm.protocol import Ref
 
@@ -29,8 +30,20 @@ def accepted(digest: str, at: datetime) -> Event:
     return {"event": "accepted", "digest": digest, "at": at.isoformat()}
 
 
-def reopened(*, start_over: bool, order: str, at: datetime) -> Event:
-    return {"event": "reopened", "start_over": start_over, "order": order, "at": at.isoformat()}
+def reopened(*, start_over: bool, order: str, at: datetime, machine: str = "") -> Event:
+    return {"event": "reopened", "start_over": start_over, "order": order, "at": at.isoformat(), "machine": machine}
+
+
+def joined(machine: str, earlier: Earlier, at: datetime) -> Event:
+    return {
+        "event": "joined",
+        "machine": machine,
+        "num_machines": earlier.num_machines,
+        "last_attempt": earlier.last_attempt,
+        "duration_s": earlier.duration.total_seconds(),
+        "cost": str(earlier.cost),
+        "at": at.isoformat(),
+    }
 
 
 def launched(attempt: Attempt) -> Event:
@@ -61,6 +74,7 @@ def exited(  # noqa: PLR0913  # the fields of the event
     at: datetime,
     diagnosis: Diagnosis | None = None,
     steps_per_s: float | None = None,
+    first_step_at: datetime | None = None,
 ) -> Event:
     return {
         "event": "exited",
@@ -68,6 +82,7 @@ def exited(  # noqa: PLR0913  # the fields of the event
         "code": exit_.code,
         "step": step,
         "steps_per_s": steps_per_s,
+        "first_step_at": first_step_at.isoformat() if first_step_at else None,
         "reason": reason,
         "diagnosis": None if diagnosis is None else _dump_diagnosis(diagnosis),
         "at": at.isoformat(),
@@ -101,15 +116,23 @@ def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm
             return replace(history, accepted_at=first, opened_at=opened, job_digest=digest)
         case {"event": "reopened", "start_over": start_over, "order": order, "at": at}:
             count = len(history.attempts)
-            fresh = count + 1 if start_over else history.fresh_from
+            fresh = history.next_number if start_over else history.fresh_from
+            machine = str(event.get("machine", ""))
+            earlier = history.earlier
+            if machine and machine == history.machine:
+                earlier = replace(earlier, duration=timedelta(), cost=Decimal(0), is_anew=True)
             return replace(
                 history,
                 conclusion=None,
                 orders=history.orders | {order},
                 opened_at=datetime.fromisoformat(at),
                 budget_from=count,
+                reopened_on=machine,
+                earlier=earlier,
                 fresh_from=fresh,
             )
+        case {"event": "joined"}:
+            return _joined(history, event)
         case {"event": "launched"}:
             return replace(history, attempts=(*history.attempts, _attempt(event)))
         case {"event": "interrupted", "number": number}:
@@ -124,6 +147,24 @@ def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm
             return replace(history, stop_sent_in=life)
         case _:
             return history
+
+
+def _joined(history: History, event: Event) -> History:
+    """On another machine than before (a folder that was kept, restored there) its time begins anew."""
+    machine, is_other = event["machine"], history.machine not in {"", event["machine"]}
+    is_anew = history.reopened_on == machine
+    return replace(
+        history,
+        machine=machine,
+        opened_at=datetime.fromisoformat(event["at"]) if is_other else history.opened_at,
+        earlier=Earlier(
+            num_machines=event["num_machines"],
+            last_attempt=event["last_attempt"],
+            duration=timedelta() if is_anew else timedelta(seconds=event["duration_s"]),
+            cost=Decimal(0) if is_anew else Decimal(event["cost"]),
+            is_anew=is_anew,
+        ),
+    )
 
 
 def _attempt(event: Event) -> Attempt:
@@ -148,6 +189,7 @@ def _ended(attempt: Attempt, event: Event) -> Attempt:
         exit=Exit(code=event["code"]),
         step=event["step"],
         steps_per_s=event.get("steps_per_s") or 0.0,
+        first_step_at=datetime.fromisoformat(event["first_step_at"]) if event.get("first_step_at") else None,
         reason=event["reason"],
         diagnosis=_diagnosis(event.get("diagnosis")),
         ended_at=datetime.fromisoformat(event["at"]),

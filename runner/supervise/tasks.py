@@ -85,6 +85,12 @@ class TaskBoard:
         with suppress(subprocess.TimeoutExpired):
             task.popen.wait(timeout_s)
 
+    def wait(self, kind: TaskKind, *, timeout_s: float) -> None:
+        """Wait for a running task, but not longer."""
+        if task := self._tasks.get(kind):
+            with suppress(subprocess.TimeoutExpired):
+                task.popen.wait(timeout_s)
+
     def finish(self, kind: TaskKind, *, timeout_s: float = 10.0) -> None:
         """Ask a running task to end by itself (`FINISH`), and end it if it does not."""
         if task := self._tasks.get(kind):

@@ -85,11 +85,11 @@ def test_make_run_goes_on_after_everything_was_killed_and_knows_when_it_is_done(
     assert "stopped (job_succeeded)" in make_run.said()
     assert () == make_run.tree()
 
-    journal = (make_run.folder / "store" / "again" / "journal.jsonl").read_text()
+    journal = (make_run.folder / "store" / "again" / "machines" / "0001" / "journal.jsonl").read_text()
     third = make_run.start()
 
     assert 0 == third.wait(60), make_run.said()
     assert "training is done (on an earlier machine)" in make_run.said()
     assert "launch attempt" not in make_run.said()
-    assert journal == (make_run.folder / "store" / "again" / "journal.jsonl").read_text()
+    assert journal == (make_run.folder / "store" / "again" / "machines" / "0001" / "journal.jsonl").read_text()
     assert "stopped (job_succeeded)" in make_run.said()

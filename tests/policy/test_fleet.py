@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.policy.fleet import CARDS, advise, billed, find_card, holders, link_gb_per_s, usual_offers
+from runner.policy.fleet import CARDS, advise, find_card, holders, link_gb_per_s, usual_offers
+from runner.policy.money import billed
 from runner.policy.planning import GB, Strategy, Workload, fits
 
 S = Strategy

@@ -155,7 +155,7 @@ def test_a_new_machine_goes_on_where_another_was_given_up(tmp_path):
     end, _ = boot(JOB, tmp_path / "good", elsewhere)
 
     assert 0 == end.code
-    assert [(1, None), (1, 200)] == elsewhere.launches
+    assert [(1, None), (2, 200)] == elsewhere.launches
 
 
 def test_a_folder_that_moved_to_a_new_machine_goes_on(tmp_path):

@@ -1,5 +1,6 @@
 """One run, several machines (workspaces), one store: real runners. What they tell each other is in the store alone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -67,6 +68,34 @@ def test_a_second_machine_is_told_who_has_the_run_and_a_third_goes_on_with_it(ma
     first.send_signal(signal.SIGTERM)
     assert 75 == first.wait(60), machines.log("first")
 
-    machines.start("third", steps=5000)
-    machines.until("third", "from step")
+    third = machines.start("third", steps=1)  # the checkpoint is beyond it: done at once
+
+    assert 0 == third.wait(90), machines.log("third")
     assert "watching" not in machines.log("third")
+    check_history(machines.folder)
+
+
+def check_history(folder):
+    """What the two that trained did stands side by side in the store, and nothing of the one that was locked out."""
+    address = f"file://{folder}/store/tiny"
+    store = folder / "store" / "tiny"
+    first, third = json.loads((store / "ledger.json").read_bytes())["machines"]
+    journals = [(store / "machines" / n / "journal.jsonl").read_text() for n in ("0001", "0002")]
+
+    assert [1, 2] == [attempt["number"] for attempt in first["attempts"] + third["attempts"]]
+    assert ["interrupted", "succeeded"] == [a["ending"] for a in first["attempts"] + third["attempts"]]
+    assert [f"{os.uname().nodename}:{folder / name / 'tiny'}" for name in ("first", "third")] == [
+        first["where"],
+        third["where"],
+    ]
+    assert ["", "succeeded"] == [first["outcome"], third["outcome"]]
+    assert [True, False] == ["SIGTERM" in journal for journal in journals]
+    for number in (1, 2):
+        assert "training from step" in command("logs", address, "--attempt", str(number)).stdout
+    assert "expected logs of attempt 3, found 1, 2" in command("logs", address, "--attempt", "3").stderr
+    assert "tiny  succeeded (exit code 0)" in command("status", address).stdout
+
+
+def command(*args):
+    argv = [sys.executable, "-m", "runner", *args]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])

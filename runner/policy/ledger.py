@@ -1,0 +1,160 @@
+"""
+The ledger of a run: what each machine did for it, when, and what it cost. `ledger.json` in the
+store is all that one machine knows of another.
+
+Whoever holds the lease writes it: its own entry anew, the others' as they are. Times of one
+entry are by one clock; those of two machines are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import datetime, timedelta
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine
+from runner.policy.money import billed
+from vramfarm.protocol import Ref
+
+FORMAT: Final = 1
+MAX_MACHINES: Final = 1000
+
+
+def describe_machine(history: History, known: Machine, now: datetime) -> Machine:
+    """This machine's entry as of now; `known` is what does not change."""
+    opened = history.opened_at or now
+    return replace(
+        known,
+        opened_at=opened,
+        seen_at=now,
+        is_anew=history.earlier.is_anew,
+        outcome=history.conclusion.outcome if history.conclusion else "",
+        reason=history.conclusion.reason if history.conclusion else "",
+        attempts=history.attempts,
+    )
+
+
+def merge(machines: tuple[Machine, ...], mine: Machine) -> tuple[Machine, ...]:
+    """All machines in the order of their coming, with this one's entry as it is now."""
+    others = tuple(machine for machine in machines if machine.id != mine.id)
+    theirs = {attempt.id for machine in others for attempt in machine.attempts}
+    # a folder that was kept and restored brings another machine's attempts along
+    mine = replace(mine, attempts=tuple(a for a in mine.attempts if a.id not in theirs))
+    at = next((number for number, machine in enumerate(machines) if machine.id == mine.id), len(others))
+    return (*others[:at], mine, *others[at:])
+
+
+def cost(machine: Machine) -> Decimal:
+    """What it has cost until it was last seen; nothing where nobody bills."""
+    if not machine.price_per_hour:
+        return Decimal(0)
+    return billed(Decimal(machine.price_per_hour), (machine.seen_at - machine.paid_from).total_seconds())
+
+
+def sum_up(machines: tuple[Machine, ...], *, but: str) -> Earlier:
+    """What the others did. Limits count from the last machine on that the operator reopened the run on."""
+    others = tuple(machine for machine in machines if machine.id != but)
+    begin = max((number for number, machine in enumerate(others) if machine.is_anew), default=0)
+    counted = others[begin:]
+    return Earlier(
+        num_machines=len(others),
+        last_attempt=max((a.number for machine in others for a in machine.attempts), default=0),
+        duration=sum((machine.seen_at - machine.opened_at for machine in counted), timedelta()),
+        cost=sum((cost(machine) for machine in counted), Decimal(0)),
+    )
+
+
+# ------------------------------------------------------------------------------------- JSON
+
+
+def dump(machines: tuple[Machine, ...]) -> dict[str, Any]:
+    """What `parse` reads; texts and numbers only."""
+    return {"format": FORMAT, "machines": [dump_machine(machine) for machine in machines]}
+
+
+def dump_machine(machine: Machine) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(machine).items() if name != "attempts"}
+    times = {name: getattr(machine, name).isoformat() for name in _TIMES}
+    attempts = [dump_attempt(attempt) for attempt in machine.attempts]
+    return {**fields, **times, "cost": str(cost(machine)), "attempts": attempts}
+
+
+def dump_attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "id": attempt.id,
+        "resume": None if attempt.resume is None else asdict(attempt.resume),
+        "lineage": attempt.lineage,
+        "boot_id": attempt.boot_id,
+        "launched_at": attempt.launched_at.isoformat(),
+        "first_step_at": attempt.first_step_at.isoformat() if attempt.first_step_at else None,
+        "ended_at": attempt.ended_at.isoformat() if attempt.ended_at else None,
+        "ending": attempt.ending,
+        "code": attempt.exit.code if attempt.exit else None,
+        "step": attempt.step,
+        "reason": attempt.reason,
+        "world_size": attempt.world_size,
+        "steps_per_s": attempt.steps_per_s,
+    }
+
+
+_TEXTS: Final = ("where", "provider", "server", "outcome", "reason")
+_TIMES: Final = ("opened_at", "paid_from", "seen_at")
+
+
+def parse(fields: object) -> tuple[Machine, ...]:
+    """Entries that can be read. Nothing in a store is trusted: what is no entry is left out."""
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("machines"), list):
+        return ()
+    return tuple(_parse_all(fields["machines"][:MAX_MACHINES]))
+
+
+def _parse_all(entries: list[Any]) -> Iterator[Machine]:
+    for entry in entries:
+        with suppress(KeyError, TypeError, ValueError, InvalidOperation, AttributeError, OverflowError):
+            yield parse_machine(entry)
+
+
+def parse_machine(entry: Mapping[str, Any]) -> Machine:
+    """`ValueError` and the like if it is none."""
+    price = str(entry.get("price_per_hour") or "")
+    if price and not Decimal(0) <= Decimal(price) < Decimal("1e6"):
+        raise ValueError("no price")
+    known: dict[str, Any] = {name: str(entry.get(name) or "")[:500] for name in _TEXTS}
+    known |= {name: datetime.fromisoformat(entry[name]) for name in _TIMES}
+    if any(known[name].tzinfo is None for name in _TIMES):
+        raise ValueError("a time without a zone")
+    return Machine(
+        id=str(entry["id"])[:500],
+        price_per_hour=price,
+        currency=str(entry.get("currency") or "EUR")[:10],
+        is_anew=bool(entry.get("is_anew")),
+        attempts=tuple(_parse_attempt(found) for found in entry.get("attempts", [])),
+        **known,
+    )
+
+
+def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
+    return Attempt(
+        number=int(found["number"]),
+        id=str(found["id"]),
+        resume=None if found.get("resume") is None else Ref(**found["resume"]),
+        lineage=int(found["lineage"]),
+        boot_id=str(found.get("boot_id", "")),
+        launched_at=datetime.fromisoformat(found["launched_at"]),
+        first_step_at=_moment(found.get("first_step_at")),
+        ended_at=_moment(found.get("ended_at")),
+        ending=Ending(found["ending"]) if found.get("ending") else None,
+        exit=Exit(code=found.get("code")) if found.get("ending") else None,
+        step=int(found.get("step", 0)),
+        reason=str(found.get("reason", ""))[:2000],
+        world_size=int(found.get("world_size", 0)),
+        steps_per_s=float(found.get("steps_per_s") or 0.0),
+    )
+
+
+def _moment(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

@@ -1,0 +1,182 @@
+"""The ledger: what machines know of each other, and how time and money count over all of them."""
+
+from dataclasses import replace
+from datetime import timedelta
+from decimal import Decimal
+
+import pytest
+
+from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine, Server
+from runner.job import Job, Limits
+from runner.policy.ledger import cost, describe_machine, dump, merge, parse, sum_up
+from runner.policy.limits import deadline, ends
+from runner.policy.money import affordable
+from runner.storage import journal as events
+from runner.storage.journal import fold
+from tests.simworld import START, TURN, Elsewhere, boot
+from vramfarm.protocol import Ref
+
+HOUR = timedelta(hours=1)
+SERVER = Server(provider="vramfarm", id="srv_a", price_per_hour="12")
+
+
+def attempt(number, **more):
+    return Attempt(number=number, id=f"id-{number}", resume=None, lineage=1, boot_id="b", launched_at=START, **more)
+
+
+def machine(name, *numbers, hours=1.0, **more):
+    known = {"opened_at": START, "paid_from": START, "seen_at": START + hours * HOUR, "price_per_hour": "12"}
+    return Machine(id=name, attempts=tuple(attempt(number) for number in numbers), **(known | more))
+
+
+def test_what_is_dumped_is_parsed():
+    """
+    All that a later machine needs of an earlier one.
+    """
+    ended = attempt(
+        1, ending=Ending.FAILED, exit=Exit(code=-9), step=7, reason="CUDA error", ended_at=START, first_step_at=START
+    )
+    resumed = replace(attempt(2), resume=Ref(1, 5, 1, "0" * 8))
+    machines = (machine("a", where="host:/w", outcome="gave_up"), replace(machine("b"), attempts=(ended, resumed)))
+
+    assert machines == parse(dump(machines))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [None, [], {}, {"machines": 5}, {"machines": [5, {}, {"id": "a"}, None]}],
+    ids=["nothing", "a list", "empty", "a number", "no entries"],
+)
+def test_what_is_no_ledger_has_no_machines(garbage):
+    """
+    Nothing in a store is trusted.
+    """
+    assert () == parse(garbage)
+
+
+@pytest.mark.parametrize("price", ["NaN", "-1", "1e9", "twelve"])
+def test_a_price_that_is_none_is_left_out(price):
+    """
+    One bad entry takes no other one with it.
+    """
+    fields = dump((machine("a"), machine("b")))
+    fields["machines"][0]["price_per_hour"] = price
+
+    assert ["b"] == [found.id for found in parse(fields)]
+
+
+def test_a_machine_replaces_its_own_entry_and_no_other():
+    """
+    Where it stands; and attempts that came along in a kept folder stay with who made them.
+    """
+    first, second = machine("a", 1, 2), machine("b", 3)
+    again = replace(first, seen_at=START + 9 * HOUR)
+    restored = machine("c", 1, 2, 3, 4)
+
+    assert (again, second) == merge((first, second), again)
+    assert (first, second, machine("c", 4)) == merge((first, second), restored)
+
+
+def test_others_time_money_and_numbers_are_summed_up():
+    """
+    Fifteen minutes at least each, in decimal; nothing where nobody bills.
+    """
+    ledger = (machine("a", 1, 2), machine("b", 3, hours=0.1), machine("me", 9), machine("c", price_per_hour=""))
+
+    expected = Earlier(num_machines=3, last_attempt=3, duration=2.1 * HOUR, cost=Decimal("15.00"))
+    assert expected == sum_up(ledger, but="me")
+
+
+def test_a_run_that_was_reopened_counts_from_there():
+    """
+    `--go-on` gives the limits anew; numbers go on.
+    """
+    ledger = (machine("a", 1), machine("b", 2, is_anew=True), machine("c", 3))
+
+    found = sum_up(ledger, but="me")
+
+    assert (2 * HOUR, Decimal(24), 3) == (found.duration, found.cost, found.last_attempt)
+
+
+@pytest.mark.parametrize(
+    ("amount", "price", "minutes"),
+    [
+        pytest.param("12", "12", 60, id="an hour"),
+        pytest.param("10.99", "12", 54, id="whole minutes"),
+        pytest.param("0.01", "12", 15, id="what is paid anyway is used"),
+        pytest.param("0", "12", 0, id="nothing left"),
+        pytest.param("-3", "12", 0, id="less than nothing"),
+    ],
+)
+def test_how_long_money_lasts(amount, price, minutes):
+    """
+    Never a minute more than it buys, but the fifteen that any start costs.
+    """
+    assert timedelta(minutes=minutes) == affordable(Decimal(amount), Decimal(price))
+
+
+def test_limits_count_over_all_machines():
+    """
+    Time that others took is gone, and so is their money, which this one spends from its first boot on.
+    """
+    earlier = Earlier(num_machines=1, duration=5 * HOUR, cost=Decimal(6))
+    time, money = Limits.model_validate({"max_duration": "6h"}), Limits.model_validate({"max_cost": 18})
+
+    assert START + HOUR == deadline(time, START, SERVER, earlier)
+    assert START - timedelta(minutes=2) + HOUR == deadline(money, START, SERVER, earlier, START - timedelta(minutes=2))
+    assert START == deadline(time, START, SERVER, replace(earlier, duration=9 * HOUR))
+    assert [(START + HOUR, "limits.max_cost")] == ends(money, START, SERVER, earlier)
+
+
+def test_a_kept_folder_on_another_machine_begins_its_own_time():
+    """
+    What the journal says of the machine before stands in the ledger, and would count twice.
+    """
+    events_so_far = [
+        events.accepted("d", START),
+        events.joined("a", Earlier(), START),
+        events.launched(attempt(1)),
+        events.joined("b", Earlier(num_machines=1, last_attempt=1, duration=HOUR), START + 3 * HOUR),
+    ]
+    history = History()
+    for event in events_so_far:
+        history = fold(history, event)
+
+    assert (START + 3 * HOUR, HOUR, 2) == (history.opened_at, history.earlier.duration, history.next_number)
+    again = fold(history, events.reopened(start_over=True, order="o", at=START + 4 * HOUR, machine="b"))
+    assert (timedelta(), True, 2) == (again.earlier.duration, again.earlier.is_anew, again.fresh_from)
+
+
+def test_the_second_machine_has_what_the_first_left_of_the_time(tmp_path):
+    """
+    A machine that vanished after its last word to the store took at least that much.
+    """
+    job = Job.model_validate(
+        {
+            "name": "tiny",
+            "command": "train.py",
+            "offload": {"to": "s3://bucket/runs"},
+            "limits": {"max_duration": "100m"},
+        }
+    )
+    elsewhere = Elsewhere(sigterms={START + 50 * TURN})
+    boot(job, tmp_path / "first", elsewhere, last_step=100_000)
+    elsewhere.sigterms = set()
+    before = elsewhere.now
+
+    end, _ = boot(job, tmp_path / "second", elsewhere, last_step=100_000)
+
+    took = elsewhere.now - before
+    assert 7 == end.code
+    assert 40 * TURN <= took <= 60 * TURN, "the whole limit once more, or nothing of it"
+    assert [1, 2] == [number for number, _ in elsewhere.launches]
+
+
+def test_an_entry_says_what_it_cost():
+    """
+    Until it was last seen, by its own clock.
+    """
+    history = fold(History(), events.accepted("d", START))
+    entry = describe_machine(history, machine("a"), START + 2 * HOUR)
+
+    assert (Decimal("24.00"), START) == (cost(entry), entry.opened_at)
