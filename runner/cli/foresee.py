@@ -17,7 +17,7 @@ from typing import Final
 from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import RunnerError
-from runner.facts import Checkpoint, Conclusion, History, Observed, Running, TaskKind
+from runner.facts import Checkpoint, Conclusion, Finished, History, Observed, Running, TaskKind
 from runner.job import Job
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import (
@@ -145,9 +145,10 @@ def _as_done(  # noqa: PLR0911  # one arm a deed
             return history, replace(seen, local=tuple(c for c in seen.local if c.ref != ref))
         case Wait(until=at) if at is not None and at > seen.now:
             return history, replace(seen, now=at)
-        case Begin(kind=TaskKind.RESTORE, subject=name):
-            back = tuple(c for c in seen.offsite or () if c.ref.name == name)
-            return history, replace(seen, local=(*seen.local, *back))
+        case Begin(kind=kind, subject=subject):
+            back = tuple(c for c in seen.offsite or () if kind is TaskKind.RESTORE and c.ref.name == subject)
+            tasks = {**seen.tasks, kind: Finished(subject=subject, at=seen.now)}
+            return history, replace(seen, local=(*seen.local, *back), tasks=tasks)
         case Conclude(outcome=outcome, reason=reason):
             conclusion = Conclusion(outcome=outcome, reason=reason, at=seen.now)
             return events.fold(history, events.concluded(conclusion)), seen

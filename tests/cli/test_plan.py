@@ -2,7 +2,7 @@
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from runner.storage.journal import Journal
 from tests.farmhouse import open_farm
 from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
 
-NOW = datetime.now(UTC)
+NOW = datetime.now(UTC) - timedelta(minutes=1)  # a back-off of ten seconds is over
 EIGHT_B = ("--parameters", "8e9", "--cards", "4", "--gpu", "h100", "--strategy", "fsdp_full_shard")
 
 
@@ -253,9 +253,19 @@ def test_a_failed_attempt_goes_on_from_its_checkpoint(answer, job, ran):
     assert [
         f"launch attempt 2 from step 500 ({name})",
         "global batch 32 is kept: 2 a card x 4 cards x 4 (VRAMFARM_GRAD_ACCUM); before: 8 cards",
-    ] == told[1:]
-    assert told[0].startswith("wait ")
+    ] == told
     assert before == sorted(os.walk(path.parent))
+
+
+def test_the_wait_after_a_failure_is_foreseen(answer, job, ran):
+    """
+    Eleven hours of it, so that no slow machine can be late.
+    """
+    write_checkpoint(ran() / "checkpoints", 500)
+    told = answer("--config", job(restart={"initial_delay": "11h", "max_delay": "11h"}))["next"]
+
+    assert ("wait 10h ", ": the last attempt failed just now") == (told[0][:9], told[0][12:])
+    assert told[1].startswith("launch attempt 2 from step 500")
 
 
 def test_what_only_the_store_has_would_be_restored(answer, job, tmp_path):
