@@ -12,6 +12,7 @@ import random  # noqa: TID251  # the script's own generator is part of its state
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -234,15 +235,23 @@ def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Se
 
 def _check_groups(optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
     rest = iter(names)
-    ours = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
-    theirs = [list(group["params"]) for group in groups]
-    if [sorted(g) for g in ours] != [sorted(g) for g in theirs]:
-        missing = sorted({n for g in ours for n in g} - {n for g in theirs for n in g})
-        unexpected = sorted({n for g in theirs for n in g} - {n for g in ours for n in g})
-        raise StateError(
-            f"optimizer: the parameter groups differ: {len(ours)} groups here, {len(theirs)} in the checkpoint; "
-            f"not in the checkpoint: {missing[:10]}; only in the checkpoint: {unexpected[:10]}"
-        )
+    ours = [{next(rest) for _ in group["params"]} for group in optimizer.param_groups]
+    theirs = [set(group["params"]) for group in groups]
+    if ours != theirs:
+        nothing: set[str] = set()
+        lines = [
+            f"group {i}: only here: {_some(a - b)}; only in the checkpoint: {_some(b - a)}"
+            for i, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=nothing))
+            if a != b
+        ]
+        count = f"{len(ours)} here, {len(theirs)} in the checkpoint; give the optimizer the same parameters as then"
+        raise StateError("\n  ".join([f"optimizer: the parameter groups differ: {count}", *lines]))
+
+
+def _some(names: set[str]) -> str:
+    """Name enough of them to recognise all."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""  # noqa: PLR2004  # a line
+    return ", ".join(sorted(names)[:5]) + more or "none"
 
 
 def _state_tensor(reader: Reader, parameter: Tensor | None, key: str) -> Tensor:

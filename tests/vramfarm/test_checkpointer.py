@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, TensorDataset
 
 from vramfarm import Checkpointer, folder, protocol
+from vramfarm.loading import Reader
 from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError, expect_no_other_writer
 from vramfarm.typed import StateError
@@ -143,16 +144,108 @@ def test_several_optimizers(tmp_path):
     assert same([o.state_dict() for o in first], [o.state_dict() for o in second])
 
 
+def wrapped():
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    return torch.compile(
+        nn.Sequential(checkpoint_wrapper(torch.compile(inner[0], backend="eager")), inner[1]), backend="eager"
+    )
+
+
 def test_wrappers_do_not_change_names(tmp_path):
     """
-    Saved compiled and with activation checkpoints, loaded plain.
+    Saved compiled and with activation checkpoints, loaded plain, and loaded compiled again.
     """
-    inner = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    wrapped = nn.Sequential(checkpoint_wrapper(torch.compile(inner[0], backend="eager")), inner[1])
-    first, _, _ = train(tmp_path, 2, model=torch.compile(wrapped, backend="eager"))
-    second, _, _ = train(tmp_path, 2, model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    first, _, _ = train(tmp_path, 2, model=wrapped())
+    second, plain, _ = train(tmp_path, 2, model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    third, compiled, _ = train(tmp_path, 2, model=wrapped())
 
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    for other in (second, third):
+        assert all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert same(plain.state_dict(), compiled.state_dict())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8, bias=False)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(x) + self.embed(x).sin()
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    """
+    They are there under each of their names, and have one optimizer state.
+    """
+    first, before, _ = train(tmp_path, 3, model=Tied())
+    second, after, _ = train(tmp_path, 3, model=Tied())
+
+    assert second.head.weight is second.embed.weight
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert same(before.state_dict(), after.state_dict())
+    assert {"model.embed.weight", "model.head.weight"} == {k for k in Reader(newest(tmp_path)).keys if "model" in k}
+
+
+def test_state_that_does_not_exist_yet(tmp_path):
+    """
+    Saved before the optimizer did anything, and with a parameter that never had a gradient.
+    """
+
+    def begin():
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+        return model, optimizer, scaler, Checkpointer(model, optimizer, scaler=scaler, dir=tmp_path / "c")
+
+    _, optimizer, _, ckpt = begin()
+    ckpt.step()
+    ckpt.finish()
+    assert {} == optimizer.state_dict()["state"]
+    model, optimizer, scaler, ckpt = begin()
+    assert {} == optimizer.state_dict()["state"]
+    scaler.scale(model[0](torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    ckpt.step()
+    ckpt.finish()
+    again = begin()
+    again[3].finish()
+
+    assert 2 == len(again[1].state_dict()["state"])
+    assert same(optimizer.state_dict(), again[1].state_dict())
+    assert same(scaler.state_dict(), again[2].state_dict())
+    assert 131072.0 == again[2].get_scale()
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        pytest.param(
+            lambda m: [{"params": m[0].parameters()}, {"params": [*m[1].parameters(), *m[3].parameters()]}],
+            "2 here, 1 in the checkpoint.*\n  group 0: only here: none; only in the checkpoint: 1.bias, 1.weight, "
+            "3.bias, 3.weight\n  group 1: only here: 1.bias, 1.weight, 3.bias, 3.weight; only",
+            id="more groups",
+        ),
+        pytest.param(
+            lambda m: [{"params": [m[0].weight]}],
+            "1 here, 1 in the checkpoint.*\n  group 0: only here: none; only in the checkpoint: 0.bias, 1.bias, "
+            "1.weight, 3.bias, 3.weight$",
+            id="fewer parameters",
+        ),
+    ],
+)
+def test_other_parameter_groups_are_refused_by_name(tmp_path, groups, said):
+    """
+    Which group has what the other has not; the checkpoint stays where it is.
+    """
+    train(tmp_path, 1)
+
+    with pytest.raises(StateError, match=said):
+        train(tmp_path, 2, optimizer_of=lambda m: torch.optim.AdamW(groups(m), lr=0.01))
+
+    assert 1 == len(folder.committed(tmp_path / "checkpoints"))
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path):
