@@ -77,6 +77,7 @@ class Checkpointer:
         self._data_world = World(*data_parallel) if data_parallel else self._world
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
+        self._meshes = state.compare(run.share(self._world, state.outline(self._models())), self._world.rank)
         wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume)
         page, env = run.make_env(self._world, wanted)
         if page[Word.ENDED]:
@@ -367,7 +368,7 @@ class Checkpointer:
     def _collect(self) -> Snapshot:
         """Return what changes from save to save; the rest is in `_known`."""
         known = self._known = self._look_again()
-        snapshot = Snapshot(self._world.rank, self._world.size)
+        snapshot = Snapshot(self._world.rank, self._world.size, self._meshes)
         optimizers = {
             name: {"groups": snapshot.encode(known.groups(name), f"{name}.groups"), "state": known.states[name]}
             for name, _ in self._optimizers
@@ -400,7 +401,12 @@ class Checkpointer:
         if known is not None:
             restless = self._copier.restless = restless | known.thawed()
         return Still(
-            self._models(), self._optimizers, rank=self._world.rank, world_size=self._world.size, restless=restless
+            self._models(),
+            self._optimizers,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            meshes=self._meshes,
+            restless=restless,
         )
 
     def _describe(self, snapshot: Snapshot) -> dict[str, Any]:

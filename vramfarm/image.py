@@ -93,6 +93,20 @@ def lay_out(boxes: Iterable[Box]) -> Image:
     return Image(header, placed, start + at)
 
 
+def want_of_cover(shards: Iterable[Iterable[Placed]]) -> str:
+    """Say which tensor is not in the shards exactly once, from its first element to the last that anybody has; empty if all are."""
+    boxes: dict[str, list[Box]] = {}
+    for placed in shards:
+        for one in placed:
+            boxes.setdefault(one.box.key, []).append(one.box)
+    for key, several in boxes.items():
+        whole = [max(b.offsets[d] + b.shape[d] for b in several) for d in range(len(several[0].shape))]
+        held = sum(math.prod(box.shape) for box in several)
+        if held != math.prod(whole):
+            return f"{key}: {math.prod(whole)} elements, and the ranks staged {held} of it"
+    return ""
+
+
 def header_bytes(first: bytes, size: int) -> int:
     """Return where the tensors begin in a file of `size` bytes, told from its first eight."""
     start = 8 + int.from_bytes(first, "little")

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120  # a link stays a link
 
-from vramfarm import agreement, folder, memory, protocol, writing
+from vramfarm import agreement, folder, image, memory, protocol, writing
 from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, EndRecord, Env, Phase, Reason, Slot, Word
 
@@ -140,6 +140,7 @@ class Saver:
         self._ahead = agreement.AHEAD
         self._warm_by = 0.0  # a rank that prepares its staging memory is waited for until then
         self._final_failures = 0
+        self._covered: list[tuple[bytes, int]] = []
         self._alive: dict[int, bool] = {}
         self._looked_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=page.num_ranks)
@@ -319,6 +320,7 @@ class Saver:
             )
             if why := folder.want_of_room(self._orders.directory, size):
                 raise SaveError(why)  # noqa: TRY301  # cleaned up below
+            self._expect_cover(staged, held)
             temporary.mkdir()
             written = self._write_shards(temporary, staged, held)
             manifest = self._manifest(save, identity, written, staged)
@@ -371,6 +373,20 @@ class Saver:
             self._page.put(rank, Slot.FROZEN_HELD, 0)
             raise SaveError("no checkpoint has the frozen weights any more; the next save writes them again")
         return None
+
+    def _expect_cover(self, staged: Sequence[Staged], held: Sequence[Held | None]) -> None:
+        """What is committed can be loaded: all ranks together staged every element once. Equal headers are looked at once."""
+        headers = [_header(one.memory, one.image_bytes) for one in staged]
+        for one, there in zip(staged, held, strict=True):
+            if there is not None:
+                headers.append(_read_header(there.path))
+            elif one.frozen_bytes:
+                headers.append(_header(one.frozen_memory, one.frozen_bytes))
+        if headers != self._covered:
+            shards = (image.parse_header(header, size) for header, size in headers)
+            if why := image.want_of_cover(shards):
+                raise SaveError(f"{why}; the ranks do not agree on who saves what")
+            self._covered = headers
 
     def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:  # noqa: ANN401  # whatever it takes
         """Do something slow on a thread; the ranks see that we live."""
@@ -573,6 +589,16 @@ class Saver:
 
     def _beat(self) -> None:
         self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
+
+
+def _header(raw: memoryview, size: int) -> tuple[bytes, int]:
+    return bytes(raw[: image.header_bytes(bytes(raw[:8]), size)]), size
+
+
+def _read_header(path: Path) -> tuple[bytes, int]:
+    with path.open("rb") as file:
+        first, size = file.read(8), os.fstat(file.fileno()).st_size
+        return first + file.read(image.header_bytes(first, size) - 8), size
 
 
 def _frozen_in(manifest: protocol.Manifest) -> dict[str, int]:

@@ -37,7 +37,12 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_ALONE: Final[Mapping[tuple[int, ...], tuple[int, int]]] = {}
 TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
+
+
+Meshes = Mapping[tuple[int, ...], tuple[int, int]]
+"""Groups of ranks that tensors are spread over; several hold the same: which of them each is, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,15 @@ class Piece:
     spread: bool = False
 
 
-def piece_of(key: str, tensor: Tensor, *, rank: int, world_size: int, spread: bool = False) -> Piece:
+def piece_of(  # noqa: PLR0913  # a tensor and its place
+    key: str, tensor: Tensor, *, rank: int, world_size: int, spread: bool = False, meshes: Meshes = _ALONE
+) -> Piece:
     """Return this rank's part of a tensor; `StateError` for kinds whose bytes we do not know."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
         raise StateError(f"{key}: cannot be saved: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
     if is_dtensor(tensor):
-        return _piece_of_dtensor(key, tensor, dtype)
+        return _piece_of_dtensor(key, tensor, dtype, _group_of(key, tensor, world_size, meshes))
     if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         raise StateError(f"{key}: cannot be saved: a tensor of type {type(tensor).__qualname__}")
     shape = tuple(tensor.shape)
@@ -71,12 +78,41 @@ def is_dtensor(tensor: object) -> bool:
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
 
 
-def _piece_of_dtensor(key: str, tensor: Any, dtype: str) -> Piece:  # noqa: ANN401  # DTensor is imported late
+def ranks_of(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401  # DTensor is imported late
+    """Return the ranks over which a DTensor is spread."""
+    return tuple(tensor.device_mesh.mesh.flatten().tolist())
+
+
+def arrange(groups: Sequence[Sequence[Sequence[int]]], rank: int) -> dict[tuple[int, ...], tuple[int, int]]:
+    """
+    Return what a rank knows of the groups that all ranks named, each in the order of its model.
+
+    A layer may be spread over a part of the ranks only; the other parts hold it, too, and one of them writes it.
+    """
+    known = {}
+    for number, mine in enumerate(groups[rank]):
+        alike = sorted({tuple(several[number]) for several in groups})
+        if sorted(member for group in alike for member in group) != list(range(len(groups))):
+            raise StateError(f"weights are spread over the ranks {alike}, and not all ranks have them")
+        known[tuple(mine)] = (alike.index(tuple(mine)), len(alike))
+    return known
+
+
+def _group_of(key: str, tensor: Any, world_size: int, meshes: Meshes) -> tuple[int, int]:  # noqa: ANN401  # as above
+    ranks = ranks_of(tensor)
+    if len(ranks) == world_size:
+        return 0, 1
+    if ranks not in meshes:
+        raise StateError(f"{key}: cannot be saved: spread over ranks {list(ranks)}, over which no weight is")
+    return meshes[ranks]
+
+
+def _piece_of_dtensor(key: str, tensor: Any, dtype: str, group: tuple[int, int]) -> Piece:  # noqa: ANN401  # as above
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(p.is_partial() for p in placements):
         raise StateError(f"{key}: cannot be saved: a DTensor with a pending reduction")
     shape, offsets = local_box(tensor)
-    copy, copies = 0, 1
+    copy, copies = group
     for dim, placement in enumerate(placements):
         if placement.is_replicate():
             copy, copies = copy * mesh.size(dim) + mesh.get_local_rank(dim), copies * mesh.size(dim)

@@ -9,6 +9,7 @@ optimizer state is read: torch would make a fake step to have some.
 from __future__ import annotations
 
 import random  # noqa: TID251  # the script's own generator is part of its state
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +34,15 @@ class Snapshot:
 
     rank: int
     world_size: int
+    meshes: staging.Meshes = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
 
     def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> None:
-        piece = staging.piece_of(key, tensor, rank=self.rank, world_size=self.world_size, spread=spread)
+        piece = staging.piece_of(
+            key, tensor, rank=self.rank, world_size=self.world_size, spread=spread, meshes=self.meshes
+        )
         self.pieces.append(piece)
 
     def encode(self, value: object, path: str, *, spread: bool = False) -> Any:  # noqa: ANN401  # JSON
@@ -86,6 +90,25 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401 
 def check_module(module: nn.Module) -> None:
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
         raise StateError("FullyShardedDataParallel (FSDP1) cannot be saved; use torch.distributed.fsdp.fully_shard")
+
+
+def outline(models: Mapping[str, nn.Module]) -> list[Any]:
+    """Return what all ranks' models must agree on, and the groups of ranks that this rank's tensors are spread over, as JSON."""
+    tensors = [(f"{p}.{n}", v) for p, m in models.items() for n, v in named_state(m) if isinstance(v, Tensor)]
+    text = "\n".join(f"{key} {tuple(value.shape)} {value.dtype}" for key, value in tensors)
+    groups = dict.fromkeys(staging.ranks_of(value) for _, value in tensors if staging.is_dtensor(value))
+    return [len(tensors), zlib.crc32(text.encode()), list(groups)]
+
+
+def compare(outlines: Sequence[Sequence[Any]], rank: int) -> staging.Meshes:
+    """Return what a rank's share of each tensor depends on; `StateError` where ranks hold different models."""
+    for other, (count, checksum, groups) in enumerate(outlines):
+        if [count, checksum, len(groups)] != [*outlines[0][:2], len(outlines[0][2])]:
+            raise StateError(
+                f"rank {other} holds another model than rank 0: {count} tensors, rank 0 has {outlines[0][0]}; "
+                "a model whose layers are on different ranks (pipeline parallel) cannot be saved"
+            )
+    return staging.arrange([groups for _, _, groups in outlines], rank)
 
 
 def is_tensor_parallel(module: nn.Module) -> bool:

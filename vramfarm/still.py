@@ -30,17 +30,18 @@ class Still:
     they want no gradient, and are none of the `restless`, which did so and changed all the same.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all of a training
         self,
         models: Mapping[str, nn.Module],
         optimizers: _Named,
         *,
         rank: int,
         world_size: int,
+        meshes: staging.Meshes | None = None,
         restless: frozenset[str] = frozenset(),
     ) -> None:
         self._modules, self._optimizers = models, optimizers
-        snapshot = Snapshot(rank, world_size)
+        snapshot = Snapshot(rank, world_size, meshes or {})
         self.models = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
         self.names = {n: state.optimizer_names(o, list(models.values())) for n, o in optimizers}
         raw = {name: optimizer.state_dict() for name, optimizer in optimizers}

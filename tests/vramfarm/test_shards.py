@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from vramfarm import folder, image, protocol, staging, writing
+from vramfarm import folder, image, protocol, staging, state, writing
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.image import Box, ImageError
 from vramfarm.loading import DamagedError, Reader
@@ -193,6 +193,46 @@ def test_only_what_is_read_is_verified(tmp_path):
     assert 0 == reader.read("a").sum()
     with pytest.raises(DamagedError):
         reader.read("b")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "why"),
+    [
+        pytest.param([(0, 2), (2, 3)], "", id="whole"),
+        pytest.param([(0, 2), (0, 2), (2, 3)], "w: 15 elements, and the ranks staged 21 of it", id="twice"),
+        pytest.param([(0, 2), (3, 2)], "w: 15 elements, and the ranks staged 12 of it", id="a hole"),
+    ],
+)
+def test_what_the_ranks_staged_is_whole(boxes, why):
+    """
+    Each element once, told from the headers.
+    """
+    shards = [image.lay_out([Box("w", "F32", (rows, 3), (begin, 0))]).placed for begin, rows in boxes]
+
+    assert why == image.want_of_cover(shards)
+
+
+def test_groups_that_hold_the_same_share_the_work():
+    """
+    Of a layer that is spread over two of four ranks, the other two hold a copy.
+    """
+    groups = [[[0, 1, 2, 3], [0, 2]], [[0, 1, 2, 3], [1, 3]], [[0, 1, 2, 3], [0, 2]], [[0, 1, 2, 3], [1, 3]]]
+
+    assert {(0, 1, 2, 3): (0, 1), (0, 2): (0, 2)} == staging.arrange(groups, 2)
+    assert (1, 2) == staging.arrange(groups, 1)[1, 3]
+    with pytest.raises(StateError, match=r"over the ranks \[\(0, 2\), \(1, 2\)\], and not all ranks have them"):
+        staging.arrange([[[0, 2]], [[1, 2]], [[0, 2]]], 0)
+
+
+def test_ranks_with_different_models_are_refused():
+    """
+    Of a model whose layers are on different ranks, each would take the others' for copies of its own.
+    """
+    outlines = [state.outline({"model": torch.nn.Linear(3, size)}) for size in (4, 4, 5)]
+
+    assert {} == state.compare(outlines[:2], 1)
+    with pytest.raises(StateError, match="rank 2 holds another model than rank 0"):
+        state.compare(outlines, 0)
 
 
 def test_a_shard_of_another_size_is_no_checkpoint(tmp_path):

@@ -83,6 +83,18 @@ def test_any_number_of_ranks_goes_on(trained, tmp_path):
     assert set(range(92)) == {*third_epoch, *found[0][2]}
 
 
+def test_however_a_model_is_spread(tmp_path):
+    """
+    Tensor parallel, FSDP2 with replicas, both, and layers that only FSDP2 spreads beside tensor parallel ones: resumed
+    to the last bit, each byte written by one rank, frozen weights once; and each read as another, DDP and FSDP2 too.
+    """
+    said = output_of(torchrun(tmp_path, 4, HERE / "spread.py", tmp_path), timeout_s=200)
+    checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+    assert [] == [check for check in checks if not check["same"]]
+    assert 16 == len(checks), said
+
+
 def batch_of(line):
     return [i for _, _, batch in line for i in batch]
 
