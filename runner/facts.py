@@ -178,6 +178,7 @@ class TaskKind(StrEnum):
 
     SETUP = "setup"  # bring the source, run `setup`
     SURVEY = "survey"  # list the store: which checkpoints are verified there, is the job concluded
+    COMMIT = "commit"  # what a framework saved by itself becomes a checkpoint of ours
     UPLOAD = "upload"  # one checkpoint, shards first, manifest last, confirmed by the store
     RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
@@ -351,7 +352,7 @@ class Observed:
     log_bytes: int = 0  # what logs take on the disk
     log_error: str = ""  # why nothing of it can be given back
     leftovers: tuple[str, ...] = ()  # half-written folders that nobody is writing
-    ready: tuple[str, ...] = ()  # folders that a third-party framework calls complete
+    ready: str = ""  # the newest save of this attempt that a framework calls complete, and nobody writes to
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
     damaged: tuple[str, ...] = ()  # set aside on this disk
     unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore

@@ -259,6 +259,14 @@ class CheckpointPolicy(Model):
         default="{workspace}/{name}/checkpoints",
         description="Folder of the checkpoints. Its parent is the run folder: journal, logs, evidence.",
     )
+    watch: str = Field(
+        default="{workspace}/{name}/saves",
+        description="Folder a framework saves into by itself (`framework`). `{checkpoint_dir}` in `command` is this folder then.",
+    )
+    resume_flag: str = Field(
+        default="auto",
+        description="What `{resume_args}` puts before the checkpoint's path. `auto`: what the framework's scripts call it; `--load=` makes one word of both.",
+    )
     save_interval: Duration = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
     keep_last: int = Field(
         default=2, ge=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
@@ -532,7 +540,9 @@ class Job(Model):
                 ),
                 "outputs": tuple(put(o) for o in self.outputs),
                 "env": {k: put(v) for k, v in self.env.items()},
-                "checkpoint": self.checkpoint.model_copy(update={"dir": folder(self.checkpoint.dir)}),
+                "checkpoint": self.checkpoint.model_copy(
+                    update={"dir": folder(self.checkpoint.dir), "watch": folder(self.checkpoint.watch)}
+                ),
                 "offload": self.offload.model_copy(
                     update={"to": None if self.offload.to is None else address(self.offload.to)}
                 ),

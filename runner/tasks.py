@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
+from runner.adapters.frameworks import Save, framework_name, get_framework
 from runner.adapters.providers import find_server, with_secrets
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
@@ -29,11 +31,12 @@ from runner.policy import ledger
 from runner.policy.lifecycle import CODE, MACHINE
 from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.preflight import Mission, look_at_code, look_at_machine
+from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, Store, open_store, transfer
 from runner.supervise.source import bring
-from vramfarm.protocol import Ref
+from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
 Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
@@ -55,7 +58,7 @@ def main() -> int:
     except OffsiteError as error:
         return _fail(str(error), hint=error.hint, final=error.final, damaged=getattr(error, "damaged", False))
     except RunnerError as error:
-        return _fail(str(error), hint=error.hint, final=True)
+        return _fail(str(error), hint=error.hint, final=getattr(error, "final", True))
     except OSError as error:
         return _fail(f"{error.filename or 'disk'}: {error.strerror or error}", hint="", final=False)
     _say({"result": result})
@@ -175,6 +178,40 @@ def _survey_summary(found: transfer.Survey) -> str:
     return f"{count or 'no'} checkpoint{'s' * (count != 1)}{newest}{unusable}{outcome}"
 
 
+def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """What a framework saved; found anew here, since the task may be started again after a crash."""
+    job, directory, told = Job.model_validate(arguments["spec"]), _directory(arguments), arguments["attempt"]
+    framework, folder = get_framework(job), Path(job.checkpoint.watch)
+
+    def find() -> Save | None:
+        saves = framework.saves(folder, arguments["num_procs"])
+        return next((save for save in saves if save.id == arguments["subject"] and save.complete), None)
+
+    if known := find_adopted(directory, arguments["subject"]):
+        return {"summary": f"{known.name}, as before"}
+    save = find()
+    if save is None:
+        raise NotAdoptedError(f"{folder}: {arguments['subject'].partition('@')[0]} is gone, or was written to again")
+    started = time.monotonic()
+    draft = Manifest(
+        job=job.name,
+        lineage=told["lineage"],
+        step=next_step(directory, told["lineage"]) if save.step is None else save.step,
+        id=uuid.uuid4().hex[:8],
+        attempt=told["number"],
+        world_size=arguments["num_procs"],
+        written_at=datetime.now(UTC).isoformat(),
+        algorithm=ALGORITHM,
+        shards=(),
+        framework=framework_name(job),
+        state={SOURCE: save.id},
+    )
+    files = {name: (save.root / name).stat().st_size for name in save.files}
+    checkpoint = adopt(directory, draft, save.root, files, is_unchanged=lambda: find() == save, progress=progress)
+    took = time.monotonic() - started
+    return {"summary": f"{checkpoint.ref.name} of {save.name}, {checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s"}
+
+
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
@@ -240,6 +277,7 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
     TaskKind.SETUP: setup,
     TaskKind.PREFLIGHT: preflight,
     TaskKind.SURVEY: survey,
+    TaskKind.COMMIT: commit,
     TaskKind.UPLOAD: upload,
     TaskKind.RESTORE: restore,
     TaskKind.PUBLISH: publish,

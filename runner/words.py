@@ -291,6 +291,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line 
     match kind:
         case TaskKind.PREFLIGHT:
             return summary
+        case TaskKind.COMMIT:
+            return f"committed {summary}"
         case TaskKind.UPLOAD:
             return f"checkpoint {state.subject} is in the store: {summary}"
         case TaskKind.RESTORE:

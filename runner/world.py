@@ -25,6 +25,7 @@ from typing import Any, Final
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
+from runner.adapters.frameworks import Save, get_framework, resume_args
 from runner.adapters.launchers import LAUNCHERS, Launch, check_command, split_command
 from runner.facts import (
     Attempt,
@@ -65,6 +66,7 @@ from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
 from runner.supervise.page import ProgressReader
+from runner.supervise.saves import are_written
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from runner.supervise.triage import first_error
@@ -73,6 +75,7 @@ from vramfarm.protocol import DAMAGED, Ref, Word
 
 TICK_S: Final = 0.5
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
@@ -156,6 +159,7 @@ class RealWorld:
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
         self._sight = _AttemptSight(folder)
+        self._saves = _Saves(self._job, setting.num_procs)
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
         self._deadline_at: datetime | None = None
@@ -234,7 +238,8 @@ class RealWorld:
         )
         if history.attempts and history.attempts[-1].ending is None:
             self._only_here = None
-            return self._sight.look(seen, history.attempts[-1])
+            seen = self._sight.look(seen, history.attempts[-1])
+            return replace(seen, ready=self._saves.ready(now, history.attempts[-1], seen.live))
         seen = replace(seen, only_here=self._find_only_here(opened))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
@@ -333,6 +338,7 @@ class RealWorld:
             "conclusion": dump_conclusion(self._history.conclusion) if self._history.conclusion else None,
             "machine": dump_machine(self._describe_machine()),
             "is_leaving": self.leaving.is_set(),
+            "attempt": self._sight.identity(),
         }
 
     def _describe_machine(self) -> Machine:
@@ -376,6 +382,7 @@ class RealWorld:
         control = pages.create(self._folder.root, attempt.id, num_ranks=setting.num_procs)
         self.checkpoints.root.mkdir(parents=True, exist_ok=True)
         resume = self.checkpoints.path(attempt.resume) if attempt.resume else None
+        self._saves.put_aside(attempt)
         attempts.start(
             attempts.LaunchSpec(
                 number=attempt.number,
@@ -402,10 +409,12 @@ class RealWorld:
         )
 
     def _argv(self, folder: Path, resume: Path | None) -> tuple[str, ...]:
-        resume_args = (str(resume),) if resume else ()
+        framework = get_framework(self._job)
+        folder_of_saves = self.checkpoints.root if framework.uses_library else Path(self._job.checkpoint.watch)
+        words = resume_args(self._job, framework, resume)
         launch = Launch(
             python=self._setting.python,
-            command=fill_command(self._job, self._setting.num_procs, self.checkpoints.root, resume_args),
+            command=fill_command(self._job, self._setting.num_procs, folder_of_saves, words),
             num_procs=self._setting.num_procs,
             log_dir=folder,
         )
@@ -523,8 +532,65 @@ class _AttemptSight:
             pages.request_leave(self._reader.page)
         self._leave_sent_at = datetime.now(UTC)
 
+    def identity(self) -> dict[str, int]:
+        """What a checkpoint has to say of its attempt."""
+        return {"number": self.attempt.number, "lineage": self.attempt.lineage} if self.attempt else {}
+
     def forget(self) -> None:
         self.__init__(self._folder)  # type: ignore[misc]  # as new
+
+
+class _Saves:
+    """What a framework saves by itself, in a folder of its own."""
+
+    def __init__(self, job: Job, num_procs: int) -> None:
+        self._framework, self._folder = get_framework(job), Path(job.checkpoint.watch)
+        self._num_procs = num_procs
+        self._looked_at = datetime.min.replace(tzinfo=UTC)
+        self._candidate, self._ready = "", ""
+
+    def ready(self, now: datetime, attempt: Attempt, live: Live | None) -> str:
+        """The newest complete save of the attempt: the same in two looks, and no process that could write to it."""
+        if self._framework.uses_library or (live and now - self._looked_at < _LOOK_AT_SAVES_EVERY):
+            return self._ready
+        self._looked_at = now
+        newest = self._newest(attempt)
+        before, self._candidate = self._candidate, newest.id if newest else ""
+        if newest and (live is None or (before == newest.id and not _is_written(live, newest))):
+            self._ready = newest.id
+        return self._ready
+
+    def _newest(self, attempt: Attempt) -> Save | None:
+        launched_ns = attempt.launched_at.timestamp() / _NS
+        saves = self._framework.saves(self._folder, self._num_procs)
+        own = [save for save in saves if save.complete and save.stamp >= launched_ns]
+        return max(own, key=lambda save: save.stamp, default=None)
+
+    def put_aside(self, attempt: Attempt) -> None:
+        """
+        What lies beyond the checkpoint that this attempt resumes from, and what never became whole:
+        a framework that looks for the highest number would take it, or keep it and delete newer ones.
+        """
+        self._candidate = self._ready = ""
+        if self._framework.uses_library:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        step = attempt.resume.step if attempt.resume else 0
+        saves = self._framework.saves(self._folder, self._num_procs)
+        for save in saves:
+            if not save.complete or (save.step is not None and save.step > step):
+                self._move(save, self._folder / f".aside-before-attempt-{attempt.number:04d}")
+
+    def _move(self, save: Save, aside: Path) -> None:
+        aside.mkdir(exist_ok=True)
+        inside = {self._folder / Path(name).parts[0] for name in save.files}
+        for path in inside if save.root == self._folder else {save.root}:
+            with suppress(OSError):
+                path.rename(aside / path.name)
+
+
+def _is_written(live: Live, save: Save) -> bool:
+    return are_written(live.trainers, (save.root / name for name in save.files))
 
 
 class _Logs:

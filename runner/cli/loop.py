@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 
 from runner.adapters.providers import SECRETS, find_server, with_secrets
 from runner.cli.load import LoadedJob, load_job
-from runner.cli.planned import refuse_planned
+from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rental import prove, rented
 from runner.cli.telling import Teller
 from runner.cli.workspace import workspace_of
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         loaded = load_job(args.config, env)
         refuse_planned(loaded.job)
+        check_framework(loaded.job)
         server = rented(loaded.job, env)
         lifeline.server(server)
         end = _run(args, loaded, env, server, lifeline)

@@ -9,15 +9,15 @@ built, its line here goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
+from runner.adapters.frameworks import framework_name, get_framework, resume_args
 from runner.errors import JobError
 from runner.job import FrameworkName, HangPolicy, Job, PreflightPolicy
 
-_BUILT_FRAMEWORKS: Final = {FrameworkName.AUTO, FrameworkName.VRAMFARM, FrameworkName.NONE}
-
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
-    ("framework", lambda job: job.framework not in _BUILT_FRAMEWORKS, "only scripts that use the library are watched"),
+    ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
     ("data", lambda job: bool(job.data), "data is not brought in; do it in setup"),
     ("outputs", lambda job: bool(job.outputs), "only checkpoints and logs are copied to the store"),
     ("notify", lambda job: bool(job.notify), "nobody is told; look with status"),
@@ -31,6 +31,17 @@ _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
 def planned(job: Job) -> Iterator[str]:
     """What this job relies on and does not get yet, a line each."""
     return (f"{name}: not built yet: {instead}" for name, asks, instead in _PLANNED if asks(job))
+
+
+def check_framework(job: Job) -> None:
+    """`JobError` if a restart could not tell the script where to go on."""
+    framework = get_framework(job)
+    if not framework.uses_library and framework.flag and "{resume_args}" not in job.command:
+        flag = " ".join(resume_args(job, framework, Path("FOLDER")))
+        raise JobError(
+            f"command: expected {{resume_args}} in it, since {framework_name(job)} saves by itself (framework); found none",
+            hint=f"it becomes {flag!r} when there is something to go on from; the script has to understand that",
+        )
 
 
 def refuse_planned(job: Job) -> None:

@@ -9,12 +9,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
+from runner.adapters.frameworks import framework_name
 from runner.adapters.launchers import Launch, check_command, split_command
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.output import out, out_json
-from runner.cli.planned import planned
+from runner.cli.planned import check_framework, planned
 from runner.errors import JobError
-from runner.job import ArchiveSource, AtEnd, Batch, GitSource, Job, OnLimit, PathSource, ProviderName, format_duration
+from runner.job import (
+    ArchiveSource,
+    AtEnd,
+    Batch,
+    FrameworkName,
+    GitSource,
+    Job,
+    OnLimit,
+    PathSource,
+    ProviderName,
+    format_duration,
+)
 from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
@@ -29,6 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loaded = load_job(args.named or args.config, os.environ)
+    check_framework(loaded.job)
     warnings = [
         *planned(loaded.job),
         *_what_is_missing(loaded),
@@ -87,8 +100,15 @@ def _batch(batch: Batch) -> str:
 
 
 def _saves(job: Job) -> str:
-    policy = job.checkpoint
+    policy, framework = job.checkpoint, framework_name(job)
     resume = {"auto": "goes on from the newest that verifies", "never": "starts over"}
+    if framework is not FrameworkName.VRAMFARM:
+        return (
+            f"by {framework}, as often as the script does, into {policy.watch}; complete ones are copied, and the last "
+            f"{policy.keep_last} stay in {policy.dir}; {resume.get(policy.resume, f'goes on from {policy.resume}')}"
+            if framework is not FrameworkName.NONE
+            else "NONE that anybody watches (framework: none)"
+        )
     return (
         f"every {format_duration(policy.save_interval)}, the last {policy.keep_last} stay in {policy.dir}; "
         f"{resume.get(policy.resume, f'goes on from {policy.resume}')}"

@@ -47,6 +47,7 @@ WRONG_JOB = 2
 LOCKED = 5
 SPARE_BYTES = 1 << 20
 PUBLISH_EVERY = timedelta(minutes=10)
+_COMMIT_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     if seen.live is not None:
         return _while_live(job, history, seen, seen.live)
     if history.attempts and history.attempts[-1].ending is None:
-        return _record_exit(history, history.attempts[-1], seen)
+        return _commit_last(seen) or _record_exit(history, history.attempts[-1], seen)
     if history.conclusion:
         return _after_the_end(job, history, seen)
     return _between_attempts(job, history, seen)
@@ -278,6 +279,7 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
         or _hold_lease(job, seen)
         or _survey(job, seen)
         or _set_aside(seen)
+        or _commit(seen)
         or _upload(job, seen)
         or _tidy(job, history, seen)
         or _publish_now_and_then(job, history, seen)
@@ -294,6 +296,24 @@ def _publish_now_and_then(job: Job, history: History, seen: Observed) -> Action 
     last = history.attempts[-1] if history.attempts else None
     what = f"attempt {last.number} {last.ending or 'runs'}" if last else "joined"
     return _begin(TaskKind.PUBLISH, f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}", seen)
+
+
+def _commit(seen: Observed) -> Action | None:
+    return _begin(TaskKind.COMMIT, seen.ready, seen) if seen.ready else None
+
+
+def _commit_last(seen: Observed) -> Action | None:
+    """What a framework saved before it ended is committed before that end counts."""
+    state = seen.tasks.get(TaskKind.COMMIT)
+    if isinstance(state, Running):
+        return Wait()
+    if not seen.ready or (isinstance(state, Finished) and state.subject == seen.ready):
+        return None
+    if isinstance(state, Failed) and state.subject == seen.ready:
+        if state.final or state.failures >= _COMMIT_TRIES:
+            return None
+        return _commit(seen) or Wait(retry_at(state))
+    return _commit(seen)
 
 
 def _trim_logs(job: Job, seen: Observed) -> Action | None:

@@ -12,39 +12,42 @@ import re
 from pathlib import Path
 from typing import Final
 
-from runner.adapters.frameworks.files import is_whole, read_json
+from runner.adapters.frameworks.files import Save, entries, files_below, is_whole, is_whole_dcp, make_save, read_json
 
 uses_library = False
+flag = "--resume_from_checkpoint"  # always with a path: without, the Trainer takes the highest number, complete or not
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _STATE: Final = "trainer_state.json"
 _INCOMPLETE: Final = "checkpoint-is-incomplete.txt"
 
 
-def resume_args(checkpoint: Path) -> tuple[str, ...]:
-    """Always a path: with `True` the Trainer takes the highest number, complete or not."""
-    return ("--resume_from_checkpoint", str(checkpoint))
+def saves(folder: Path, world_size: int) -> list[Save]:
+    """Every `checkpoint-N` in the Trainer's `output_dir`, by N."""
+    numbered = {int(match[1]): entry for entry in entries(folder) if (match := _NAME.fullmatch(entry.name))}
+    return [
+        make_save(path.name, path, files_below(path), step=step, complete=_is_complete(path, step, world_size))
+        for step, path in sorted(numbered.items())
+    ]
 
 
-def complete(folder: Path, world_size: int) -> list[Path]:
-    """Return the complete `checkpoint-N` in the Trainer's `output_dir`, by N."""
-    try:
-        numbered = {int(match[1]): entry for entry in folder.iterdir() if (match := _NAME.fullmatch(entry.name))}
-    except FileNotFoundError:
-        return []
-    return [path for step, path in sorted(numbered.items()) if _is_complete(path, step, world_size)]
+def resume_path(checkpoint: Path) -> Path:
+    return checkpoint
 
 
 def _is_complete(checkpoint: Path, step: int, world_size: int) -> bool:
-    state = read_json(checkpoint / _STATE)
-    return (
-        state is not None
-        and state.get("global_step") == step
-        and not (checkpoint / _INCOMPLETE).exists()
-        and _has_random_states(checkpoint, world_size)
-        and _has_whole_shards(checkpoint, world_size)
-        and all(is_whole(file) for file in checkpoint.iterdir() if file.is_file())
-    )
+    try:
+        state = read_json(checkpoint / _STATE)
+        return (
+            state is not None
+            and state.get("global_step") == step
+            and not (checkpoint / _INCOMPLETE).exists()
+            and _has_random_states(checkpoint, world_size)
+            and _has_whole_shards(checkpoint, world_size)
+            and all(is_whole(file) for file in checkpoint.iterdir() if file.is_file())
+        )
+    except OSError:  # the Trainer's own rotation takes it away
+        return False
 
 
 def _has_random_states(checkpoint: Path, world_size: int) -> bool:
@@ -57,7 +60,7 @@ def _has_random_states(checkpoint: Path, world_size: int) -> bool:
 def _has_whole_shards(checkpoint: Path, world_size: int) -> bool:
     """Sharded optimizers lie in folders: those of FSDP have their metadata last, DeepSpeed's one file per rank."""
     fsdp = [entry for entry in checkpoint.iterdir() if re.fullmatch(r"(pytorch_model_fsdp|optimizer)_\d+", entry.name)]
-    if not all((entry / ".metadata").is_file() for entry in fsdp if entry.is_dir()):
+    if not all(is_whole_dcp(entry) for entry in fsdp if entry.is_dir()):
         return False
     latest = checkpoint / "latest"
     if not latest.exists():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runner.adapters.frameworks.files import Save
+
 uses_library = False
+flag = ""
 
 
-def resume_args(checkpoint: Path) -> tuple[str, ...]:  # noqa: ARG001  # it knows nothing of ours
-    return ()
-
-
-def complete(folder: Path, world_size: int) -> list[Path]:  # noqa: ARG001  # nobody knows
+def saves(folder: Path, world_size: int) -> list[Save]:  # noqa: ARG001  # nobody knows
     return []
+
+
+def resume_path(checkpoint: Path) -> Path:
+    return checkpoint

@@ -1,15 +1,18 @@
-"""Our own library: it finds its checkpoint in the environment and commits by itself."""
+"""Our own library: it finds its checkpoint in the environment, and commits by itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from runner.adapters.frameworks.files import Save
+
 uses_library = True
+flag = ""  # VRAMFARM_RESUME says it
 
 
-def resume_args(checkpoint: Path) -> tuple[str, ...]:  # noqa: ARG001  # VRAMFARM_RESUME says it
-    return ()
-
-
-def complete(folder: Path, world_size: int) -> list[Path]:  # noqa: ARG001  # the saver commits
+def saves(folder: Path, world_size: int) -> list[Save]:  # noqa: ARG001  # the saver commits
     return []
+
+
+def resume_path(checkpoint: Path) -> Path:
+    return checkpoint
