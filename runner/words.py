@@ -285,7 +285,7 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
 
 
-def _done(kind: TaskKind, state: Finished) -> str:  # noqa: PLR0911  # one line a kind
+def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911  # one line a kind
     """What a finished task was good for; empty where that shows elsewhere."""
     summary = str(state.result.get("summary", ""))
     match kind:
