@@ -20,6 +20,7 @@ from runner.facts import (
     History,
     Lease,
     LeaseState,
+    Machine,
     Observed,
     Outcome,
     Running,
@@ -29,6 +30,9 @@ from runner.facts import (
 )
 from runner.job import Job, format_duration
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
+from runner.policy.goodput import Spending, goodput, share_out, useful_cost
+from runner.policy.ledger import Running as RunningAttempt
+from runner.policy.ledger import describe_machine, merge
 from runner.policy.lifecycle import (
     EXIT_CODES,
     LEFT,
@@ -82,12 +86,14 @@ def span(seconds: float) -> str:
     return f"{whole // 86_400}d {whole % 86_400 // 3600:02d}h"
 
 
-def cost(server: Server | None, first_boot_at: datetime | None, now: datetime) -> str | None:
-    """What this server has cost so far by its price, whole minutes, at least fifteen; None without a price."""
+def cost(
+    server: Server | None, first_boot_at: datetime | None, now: datetime, earlier: Decimal = Decimal(0)
+) -> str | None:
+    """What this server and the earlier ones have cost by their prices; None without a price."""
     if server is None or not server.price_per_hour or first_boot_at is None:
-        return None
+        return f"{earlier} EUR" if earlier else None
     amount = billed(Decimal(server.price_per_hour), (now - first_boot_at).total_seconds())
-    return f"{amount} {server.currency}"
+    return f"{amount + earlier} {server.currency}"
 
 
 # ------------------------------------------------------------------------------------- grace
@@ -252,7 +258,21 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
         yield f"{after.progress.save_error}; training goes on"
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
+    yield from _limit_near(before, after)
     yield from _task_changes(before, after)
+
+
+_WARN_BEFORE = (timedelta(hours=1), timedelta(minutes=15))
+
+
+def _limit_near(before: Observed | None, after: Observed) -> Iterator[str]:
+    """Once for each of the times before the end."""
+    if before is None or before.deadline_at is None or after.deadline_at is None:
+        return
+    then, now = before.deadline_at - before.now, after.deadline_at - after.now
+    if any(then > ahead >= now for ahead in _WARN_BEFORE) and now > timedelta():
+        why = after.deadline_why or "the deadline"
+        yield f"{why} ends this run in {span(now.total_seconds())}, at {after.deadline_at:%H:%M} UTC: it saves before; job.yaml (limits) can give it more"
 
 
 def _lease_change(before: Lease, after: Lease) -> str:
@@ -378,7 +398,9 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "tasks": _tasks(seen),
         "store": f"{job.offload.to}/{job.name}" if job.offload.to else None,
         "deadline_at": seen.deadline_at.isoformat() if seen.deadline_at else None,
-        "cost": cost(around.server, around.first_boot_at, seen.now),
+        "deadline_why": seen.deadline_why,
+        "cost": cost(around.server, around.first_boot_at, seen.now, history.earlier.cost),
+        "spent": _spent(history, seen, around),
         "server": around.server.id if around.server else None,
         "lease": {"state": seen.lease.state, "fence": seen.lease.fence, "who": seen.lease.who},
         "outcome": outcome,
@@ -475,13 +497,66 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
         f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
         f"weights      {_weights(job, seen)}",
     ]
-    spent = cost(around.server, around.first_boot_at, seen.now)
-    if spent:
-        lines.append(f"cost         {spent} so far")
+    spendings = _spendings(history, seen, around)
+    if any(spending.useful_s for spending in spendings):
+        lines.append(f"goodput      {describe_goodput(spendings)}")
+    if spent := cost(around.server, around.first_boot_at, seen.now, history.earlier.cost):
+        useful = sum((useful_cost(spending) for spending in spendings), Decimal(0))
+        lines.append(f"cost         {spent} so far, {useful} of it for training that was kept")
     if advice := tell_cadence(job, history, seen):
         lines.append(f"cadence      {advice}")
     lines.append(f"server       {_server_end(around.server, seen, end)}")
     return lines
+
+
+def _spendings(history: History, seen: Observed, around: Surroundings) -> tuple[Spending, ...]:
+    """Of all machines of the run, this one last."""
+    server = around.server
+    known = Machine(
+        id=seen.machine or "here",
+        where=around.run_dir,
+        server=server.id if server else "",
+        price_per_hour=server.price_per_hour if server else "",
+        currency=server.currency if server else "EUR",
+        opened_at=history.opened_at or seen.now,
+        paid_from=around.first_boot_at or history.opened_at or seen.now,
+        seen_at=seen.now,
+    )
+    running = RunningAttempt(step=seen.progress.step, first_step_at=seen.first_step_at)
+    machines = merge(seen.ledger or (), describe_machine(history, known, seen.now, running))
+    newest = max((c.ref for c in (*seen.local, *(seen.offsite or ()))), default=None)
+    return share_out(machines, newest.step if newest else 0)
+
+
+def describe_goodput(spendings: tuple[Spending, ...]) -> str:
+    """`83% of 5h 02m became training that was kept: 12m 03s set-up, …`."""
+    total = sum(spending.total_s for spending in spendings)
+    parts = {
+        "set-up": sum(spending.setup_s for spending in spendings),
+        "starting": sum(spending.startup_s for spending in spendings),
+        "trained in vain": sum(spending.lost_s for spending in spendings),
+        "idle": sum(spending.idle_s for spending in spendings),
+    }
+    rest = ", ".join(f"{span(seconds)} {what}" for what, seconds in parts.items() if seconds >= 1)
+    return f"{goodput(spendings):.0%} of {span(total)} became training that was kept" + (f"; {rest}" if rest else "")
+
+
+def _spent(history: History, seen: Observed, around: Surroundings) -> Mapping[str, Any]:
+    """For `status --json`: seconds and money, of all machines."""
+    spendings = _spendings(history, seen, around)
+    return {
+        "machines": len(spendings),
+        "goodput": round(goodput(spendings), 4),
+        "total_s": round(sum(s.total_s for s in spendings)),
+        "useful_s": round(sum(s.useful_s for s in spendings)),
+        "startup_s": round(sum(s.startup_s for s in spendings)),
+        "lost_s": round(sum(s.lost_s for s in spendings)),
+        "setup_s": round(sum(s.setup_s for s in spendings)),
+        "idle_s": round(sum(s.idle_s for s in spendings)),
+        "paid": str(sum((s.cost for s in spendings), Decimal(0))),
+        "useful": str(sum((useful_cost(s) for s in spendings), Decimal(0))),
+        "currency": around.server.currency if around.server else None,
+    }
 
 
 def tell_cadence(job: Job, history: History, seen: Observed) -> str:

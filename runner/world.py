@@ -52,12 +52,11 @@ from runner.facts import (
     TaskState,
 )
 from runner.job import Job
+from runner.policy import ledger
 from runner.policy.batch import accumulation
 from runner.policy.lease import Pace, may_write
-from runner.policy.ledger import describe_machine, dump_machine
-from runner.policy.ledger import parse as parse_ledger
 from runner.policy.lifecycle import Wait
-from runner.policy.limits import deadline
+from runner.policy.limits import ends
 from runner.policy.preflight import decide_verdict
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
@@ -205,6 +204,7 @@ class RealWorld:
         self._store.learn(tasks)
         self._checked.learn(tasks.get(TaskKind.PREFLIGHT))
         opened = history.opened_at or now
+        deadline_at, deadline_why = self._tell_deadline(history, opened)
         seen = Observed(
             now=now,
             boot_id=self._boot_id,
@@ -233,7 +233,8 @@ class RealWorld:
             rented=self._setting.server is not None,
             machine=self._holder,
             ledger=self._store.ledger,
-            deadline_at=self._tell_deadline(history, opened),
+            deadline_at=deadline_at,
+            deadline_why=deadline_why,
             last_upload_s=self._store.last_upload_s,
         )
         if history.attempts and history.attempts[-1].ending is None:
@@ -244,13 +245,13 @@ class RealWorld:
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
 
-    def _tell_deadline(self, history: History, opened: datetime) -> datetime:
+    def _tell_deadline(self, history: History, opened: datetime) -> tuple[datetime, str]:
         setting = self._setting
-        at = deadline(self._job.limits, opened, setting.server, history.earlier, setting.paid_from)
+        at, why = min(ends(self._job.limits, opened, setting.server, history.earlier, setting.paid_from))
         if at != self._deadline_at:
             self._deadline_at = at
             self.on_deadline(at)
-        return at
+        return at, why
 
     def _tidy_pages(self) -> None:
         """Once a life: those of a runner that died between writing down an exit and removing the page."""
@@ -336,7 +337,7 @@ class RealWorld:
             "num_cards": setting.num_cards,
             "deadline_at": self._deadline_at.isoformat() if self._deadline_at else None,
             "conclusion": dump_conclusion(self._history.conclusion) if self._history.conclusion else None,
-            "machine": dump_machine(self._describe_machine()),
+            "machine": ledger.dump_machine(self._describe_machine()),
             "is_leaving": self.leaving.is_set(),
             "attempt": self._sight.identity(),
         }
@@ -356,7 +357,7 @@ class RealWorld:
             paid_from=self._setting.paid_from or opened,
             seen_at=now,
         )
-        return describe_machine(self._history, known, now)
+        return ledger.describe_machine(self._history, known, now, self._sight.running())
 
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
@@ -526,6 +527,9 @@ class _AttemptSight:
         if pages.leave_requested(page):
             self._leave_sent_at = self._leave_sent_at or now
 
+    def running(self) -> ledger.Running:
+        return ledger.Running(step=self._progress.step, first_step_at=self._first_step_at)
+
     def interrupt(self) -> None:
         """Ask through the page; where there is none there is nobody who could save."""
         if self._reader is not None:
@@ -679,7 +683,7 @@ class _StoreView:
         if "checkpoints" in state.result:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
         if kind is TaskKind.SURVEY:
-            self.ledger = parse_ledger(state.result.get("ledger"))
+            self.ledger = ledger.parse(state.result.get("ledger"))
             self.job = (state.result.get("job") or {}).get("identity") or {}
         if state.result.get("outcome"):
             self.conclusion = parse_conclusion(state.result["outcome"])

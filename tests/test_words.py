@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 
 import pytest
 
@@ -9,12 +10,14 @@ from runner.facts import (
     Attempt,
     Checkpoint,
     Conclusion,
+    Earlier,
     Ending,
     Exit,
     Failed,
     Finished,
     History,
     Live,
+    Machine,
     Observed,
     Outcome,
     Progress,
@@ -305,3 +308,51 @@ def test_the_summary_advises_another_cadence_only_where_it_matters():
     )
     assert not any(line.startswith("cadence") for line in closing(JOB, History(), SEEN, AROUND, end))
     assert "" == tell_cadence(JOB, History(), replace(seen, last_upload_s=60.0))
+
+
+def test_the_end_is_said_before_it_comes_and_what_sets_it():
+    """
+    An hour and a quarter of an hour before, once each.
+    """
+    before = replace(SEEN, deadline_at=NOW + timedelta(minutes=16), deadline_why="limits.max_cost")
+    after = replace(before, now=NOW + timedelta(minutes=1))
+
+    line = "limits.max_cost ends this run in 15m 00s, at 12:16 UTC: it saves before; job.yaml (limits) can give it more"
+    assert [line] == list(changes(before, after))
+    assert [] == list(changes(after, replace(after, now=NOW + timedelta(minutes=2))))
+
+
+def test_the_status_counts_all_machines():
+    """
+    What an earlier machine cost and trained is part of the run.
+    """
+    hour_ago = NOW - timedelta(hours=1)
+    trained = Attempt(
+        number=1,
+        id="a",
+        resume=None,
+        lineage=1,
+        boot_id="b",
+        launched_at=hour_ago,
+        ended_at=NOW,
+        ending=Ending.INTERRUPTED,
+        exit=Exit(code=0),
+        step=10,
+    )
+    other = Machine(
+        id="other",
+        opened_at=hour_ago,
+        paid_from=hour_ago,
+        seen_at=NOW,
+        price_per_hour="10",
+        attempts=(trained,),
+    )
+    seen = replace(SEEN, machine="me", ledger=(other,), offsite=(checkpoint(),))
+    history = History(opened_at=NOW, earlier=Earlier(num_machines=1, cost=Decimal("10.00")))
+
+    told = status(JOB, history, seen, replace(AROUND, first_boot_at=NOW), "")
+
+    assert ("17.80 EUR", 2, "17.80", "10.00") == (
+        told["cost"],
+        *(told["spent"][k] for k in ("machines", "paid", "useful")),
+    )

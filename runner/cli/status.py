@@ -120,6 +120,8 @@ def _time_and_money(status: Status, now: datetime) -> str:
         parts.append(f"{what} at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}")
     if cost := status.get("cost"):
         parts.append(f"cost so far {cost}")
+    if isinstance(spent := status.get("spent"), dict) and spent.get("useful_s"):
+        parts.append(f"goodput {spent['goodput']:.0%}")
     if server := status.get("server"):
         parts.append(f"server {server}")
     return ", ".join(parts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
@@ -23,9 +23,21 @@ FORMAT: Final = 1
 MAX_MACHINES: Final = 1000
 
 
-def describe_machine(history: History, known: Machine, now: datetime) -> Machine:
-    """This machine's entry as of now; `known` is what does not change."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """The live attempt, as it was seen last."""
+
+    step: int
+    first_step_at: datetime | None
+
+
+def describe_machine(history: History, known: Machine, now: datetime, running: Running | None = None) -> Machine:
+    """This machine's entry as of now; `known` is what does not change, `running` how far the live attempt is."""
     opened = history.opened_at or now
+    attempts = history.attempts
+    if running and attempts and attempts[-1].ending is None:
+        last = replace(attempts[-1], step=running.step, first_step_at=running.first_step_at)
+        attempts = (*attempts[:-1], last)
     return replace(
         known,
         opened_at=opened,
@@ -33,7 +45,7 @@ def describe_machine(history: History, known: Machine, now: datetime) -> Machine
         is_anew=history.earlier.is_anew,
         outcome=history.conclusion.outcome if history.conclusion else "",
         reason=history.conclusion.reason if history.conclusion else "",
-        attempts=history.attempts,
+        attempts=attempts,
     )
 
 

@@ -255,7 +255,7 @@ def _why_leave(history: History, seen: Observed) -> str:
     if seen.lease.state is LeaseState.TAKEN:
         return f"another runner took this run: {seen.lease.who}"
     if limit is not None and seen.now >= limit:
-        return "the time limit is near"
+        return f"{seen.deadline_why or 'the time limit'} is near"
     return ""
 
 
@@ -471,7 +471,8 @@ def _reason_to_end(  # noqa: PLR0911  # one line a reason
     if seen.refusal:
         return _refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:
-        return Conclude(Outcome.LIMIT, "the time limit is reached; with a later one in job.yaml (limits) it goes on")
+        what = seen.deadline_why or "the time limit"
+        return Conclude(Outcome.LIMIT, f"{what} is reached; with more in job.yaml (limits) it goes on")
     return None
 
 
