@@ -71,7 +71,19 @@ class Asked:
 
 def estimate(asked: Asked) -> dict[str, Any]:
     """All of it but what `run` would do."""
-    return {**_of_model(asked), **_of_batch(asked), "cadence": _cadence(asked)}
+    status = _status(asked.loaded)
+    answer = {**_of_model(asked), **_of_batch(asked), "cadence": _cadence(asked, status)}
+    return answer | {"measured": _measured(status, answer.get("cost_per_hour"))}
+
+
+def _measured(status: Mapping[str, Any], price: list[str] | None) -> dict[str, Any] | None:
+    """The step of a run that has been going, and what all of its steps come to."""
+    rate, steps = _number(status.get("steps_per_s")), _number(status.get("max_steps"))
+    if not rate:
+        return None
+    seconds = steps / rate if steps else None
+    cost = [str(billed(Decimal(amount), seconds)) for amount in price] if price and seconds else None
+    return {"step_s": 1 / rate, "max_steps": int(steps) or None, "seconds": seconds, "cost": cost}
 
 
 def _of_model(asked: Asked) -> dict[str, Any]:
@@ -218,9 +230,8 @@ def _of_batch(asked: Asked) -> dict[str, Any]:
     return {"batch": [asdict(split) for split in splits if isinstance(split, Split)]}
 
 
-def _cadence(asked: Asked) -> dict[str, Any] | None:
+def _cadence(asked: Asked, status: Mapping[str, Any]) -> dict[str, Any] | None:
     """None before a save was measured, or told."""
-    status = _status(asked.loaded)
     save_s = asked.save_s or _number(status.get("last_save_s"))
     upload_s = asked.upload_s or _number(status.get("last_upload_s"))
     if not save_s:

@@ -25,9 +25,9 @@ from runner.cli.planpage import page
 from runner.errors import JobError, MachineError
 from runner.job import Batch, parse_duration
 from runner.policy.cadence import Rental
-from runner.policy.fleet import CARDS, find_card
+from runner.policy.fleet import CARDS, CardKind, find_card
 from runner.policy.planning import TRAINED_IN, Optimizer, Precision, Strategy, Workload, workload
-from runner.probes.machine import read_cards
+from runner.probes.machine import Card, read_cards, visible
 
 _MOST_CARDS: Final = 1024
 _MOST_PARAMETERS: Final = 10**14
@@ -91,7 +91,7 @@ def _asked(args: argparse.Namespace, loaded: LoadedJob | None) -> Asked:
     job = None if loaded is None else loaded.job
     here = _here() if args.gpu is None else ()
     cards = _count("--cards", args.cards, _MOST_CARDS) or _cards_of(loaded, len(here))
-    card = find_card(here[0]) if here else None
+    card = _kind(here[0]) if here else None
     if args.gpu is not None and (card := find_card(args.gpu)) is None:
         raise JobError(f"--gpu: expected one of {', '.join(one.slug for one in CARDS)}, got {args.gpu!r}")
     batch = _batch(args, loaded)
@@ -112,12 +112,20 @@ def _asked(args: argparse.Namespace, loaded: LoadedJob | None) -> Asked:
     )
 
 
-def _here() -> tuple[str, ...]:
+def _here() -> tuple[Card, ...]:
     """The cards of this machine, if it is one that trains."""
     try:
-        return tuple(card.name for card in read_cards(timeout_s=10))
+        return visible(read_cards(timeout_s=10), os.environ.get("CUDA_VISIBLE_DEVICES"))
     except MachineError:
         return ()
+
+
+def _kind(card: Card) -> CardKind | None:
+    """Some kinds are sold with less memory than the table has: the driver knows."""
+    kind, memory_gb = find_card(card.name), round(card.memory_bytes / 2**30)
+    return (
+        kind if kind is None or memory_gb >= kind.memory_gb - 2 or not memory_gb else replace(kind, memory_gb=memory_gb)
+    )
 
 
 def _cards_of(loaded: LoadedJob | None, here: int) -> int | None:

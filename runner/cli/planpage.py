@@ -32,6 +32,8 @@ def page(answer: Answer) -> Iterator[str]:
         yield from _row(
             "batch", "{samples} a step = {per_card} a card x {cards} cards x {accumulation}".format(**batch)
         )
+    if measured := answer["measured"]:
+        yield from _row("measured", _measured(measured))
     if cadence := answer["cadence"]:
         yield from _row("cadence", _cadence(cadence))
     if answer["model"] is not None:
@@ -175,6 +177,16 @@ def _machines(answer: Answer) -> Iterator[str]:
         text = f"{name}, {one['price_per_hour']} {one['currency']}/h, {how}{lacks}"
         yield from _row("" if number else "machines", text)
     yield from _row("", f"{len(found)} in all, by price, from {answer['catalogue']}")
+
+
+def _measured(measured: Answer) -> str:
+    """What the run itself has found out."""
+    parts = [f"{_short(measured['step_s'])} a step"]
+    if measured["seconds"]:
+        parts.append(f"{measured['max_steps']} of them take {span(measured['seconds'])}")
+    if measured["cost"]:
+        parts.append(f"and cost {_range(measured['cost'])} EUR")
+    return ", ".join(parts)
 
 
 def _cadence(cadence: Answer) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 from runner.facts import Attempt, History, Observed
 from runner.job import Job
 from runner.policy.batch import accumulation
-from runner.policy.fleet import link_gb_per_s
+from runner.policy.fleet import link_gb_per_s, strategy_name
 from runner.policy.planning import GB, traffic_bytes, workload
 
 _LONG_ENOUGH: Final = timedelta(minutes=3)
@@ -55,7 +55,7 @@ def _judge_by_plan(job: Job, seen: Observed, step_s: float) -> str:
         return ""
     return (
         f"a step takes {step_s:.1f} s, and {sending_s:.1f} s of that is what each card must send ({sent / GB:.0f} GB with "
-        f"{work.strategy}): the cards wait for the link between them; a strategy that sends less, or cards on NVLink, would not"
+        f"{strategy_name(work.strategy)}): the cards wait for the link between them; a strategy that sends less, or cards on NVLink, would not"
     )
 
 

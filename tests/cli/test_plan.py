@@ -181,6 +181,38 @@ def test_the_cadence_is_advised_from_what_a_save_takes(answer):
     assert ("5m35s", True, True) == (told["save_interval"], told["matters"], told["assumed"])
 
 
+def test_a_run_that_has_been_going_says_what_it_measured(answer, job, tmp_path):
+    """
+    Half a second a step, saves of eight seconds; a status that makes no sense is nothing.
+    """
+    (tmp_path / "night").mkdir()
+    status = tmp_path / "night" / "status.json"
+    status.write_text(json.dumps({"steps_per_s": 2.0, "max_steps": 72_000, "last_save_s": 8.0}))
+    path = job(model={"parameters": 8e9})
+    told = answer("--config", path, "--cards", "4", "--gpu", "h100")
+    status.write_text(json.dumps({"steps_per_s": "fast", "max_steps": -1, "last_save_s": [8]}))
+    odd = answer("--config", path, "--cards", "4", "--gpu", "h100")
+
+    assert {"step_s": 0.5, "max_steps": 72_000, "seconds": 36_000.0, "cost": ["88.00", "156.00"]} == told["measured"]
+    assert 8.0 == told["cadence"]["save_s"]
+    assert (None, None) == (odd["measured"], odd["cadence"])
+
+
+def test_on_a_machine_with_cards_they_are_what_is_planned_for(answer, tmp_path, monkeypatch):
+    """
+    Four A100, of the smaller kind: the driver knows how much memory they have.
+    """
+    smi = tmp_path / "nvidia-smi"
+    rows = "".join(f"echo '{n}, GPU-{n}, NVIDIA A100-SXM4-40GB, 40960, 570.124'\n" for n in range(4))
+    smi.write_text(f"#!/bin/sh\n{rows}")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = answer("--parameters", "8e9", "--strategy", "zero3")
+
+    assert (4, {"slug": "a100", "name": "A100 SXM", "memory_gb": 40}) == (told["cards"], told["gpu"])
+    assert told["memory"]["fits"]
+
+
 NONSENSE = {
     "no parameters": ("--parameters", "0"),
     "a negative number": ("--parameters", "-8"),

@@ -100,7 +100,7 @@ def test_cards_that_wait_for_the_weights_are_told_of():
     FULL_SHARD of 8B over PCIe: 42 GB a card and step, at 16 GB/s, of a step of three seconds.
     """
     expected = (
-        "a step takes 3.0 s, and 2.6 s of that is what each card must send (42 GB with fsdp_full_shard): the cards wait "
+        "a step takes 3.0 s, and 2.6 s of that is what each card must send (42 GB with FSDP FULL_SHARD): the cards wait "
         "for the link between them; a strategy that sends less, or cards on NVLink, would not"
     )
 
