@@ -160,6 +160,7 @@ class History:
     budget_from: int = 0  # attempts before this index belong to a part of the run that is over
     orders: frozenset[str] = frozenset()  # --start-over and --go-on that were carried out
     fresh_from: int = 0  # number of the attempt that started over; checkpoints before it are not used
+    notified: Mapping[str, datetime] = field(default_factory=dict)  # what a person was told, and when last
     machine: str = ""  # that this journal speaks of now
     reopened_on: str = ""  # the machine on which the operator last reopened the run
     earlier: Earlier = Earlier()
@@ -185,6 +186,7 @@ class TaskKind(StrEnum):
     TIDY = "tidy"  # remote retention
     LEASE = "lease"  # takes the lease of the run and renews it; runs as long as the runner does
     PREFLIGHT = "preflight"  # look at the machine before the job: cards, links, memory, disk, store, software, money
+    NOTIFY = "notify"  # tells a person
     VERIFY = "verify"  # compare one checkpoint in the store with its manifest, byte counts and checksums
 
 

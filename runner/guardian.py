@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from typing import Final
 if __package__ in {None, ""}:  # started by its path under -I: last, so that it shadows nothing
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyrings, with_each
 from runner.adapters.providers.http import make_send
 from runner.facts import Server, ServerState
@@ -33,6 +35,7 @@ from runner.policy.guard import (
     Armed,
     Death,
     End,
+    Listeners,
     Waits,
     arm,
     decide_restart,
@@ -49,6 +52,7 @@ from vramfarm.protocol import Env
 
 RUNNER: Final = (sys.executable, "-I", "-m", "runner", "loop")
 LIFELINE: Final = "RUNNER_LIFELINE"  # number of the runner's end of the socketpair
+NOTIFY: Final = "RUNNER_NOTIFY_URL"  # who is told before job.yaml has named others
 HOLD: Final = "RUNNER_HOLD_S"  # overrides how long the server is held after an early end
 MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner starts
 
@@ -72,6 +76,7 @@ class Guardian:
         self._env = self._rings[0]
         self._workspace = Path(env.get("VRAMFARM_WORKSPACE") or "/workspace")
         self._send = make_send()
+        self._listeners = tuple(filter(None, [env.get(NOTIFY, "")]))
         self._leaving = False
         self._mark = f"{os.getpid()}-{current().started}"
         self._pid = 0
@@ -151,7 +156,7 @@ class Guardian:
             deaths.append(Death(time.monotonic() - started, time.monotonic()))
             delay = decide_restart(deaths, self._waits)
             if delay is None:
-                log(f"the runner died {MAX_DEATHS} times without a minute of life; giving up")
+                self._alert(f"the runner died {MAX_DEATHS} times without a minute of life; giving up")
                 reason = f"the runner died {MAX_DEATHS} times"
                 return End(code=UNEXPECTED, stop=True, keep=self._armed.keep, reason=reason)
             log(f"the runner died ({_show_exit(self._exit)}); starting it again in {delay:g} s")
@@ -214,7 +219,9 @@ class Guardian:
             except ValueError as error:
                 log(f"a word of the runner is ignored: {error}")
                 continue
-            if isinstance(heard, End):
+            if isinstance(heard, Listeners):
+                self._listeners = heard.urls
+            elif isinstance(heard, End):
                 end = heard
             elif heard != self._armed:
                 self._arm(self._told(heard))
@@ -229,7 +236,7 @@ class Guardian:
         return heard
 
     def _end_at_deadline(self) -> End:
-        log(
+        self._alert(
             f"the deadline {_show(self._armed.deadline_at)} is here: ending the run; a later one in job.yaml (limits) lets it go on"
         )
         self._signal_runner(signal.SIGKILL)
@@ -286,12 +293,15 @@ class Guardian:
         teller = _Teller(self._waits.repeat_log)
         answer, tries, known = self._read(server), 0, False
         log(PROVIDERS[server.provider].explain(self._keep(end), answer))
-        again_at = time.monotonic() + self._waits.stopping
+        again_at, alert_at = time.monotonic() + self._waits.stopping, time.monotonic() + self._waits.alert
         while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}
             if known and answer.state is ServerState.GONE:
                 log(f"{server.id} is gone: {answer.detail}{_cost(server, answer)}")
                 return
+            if time.monotonic() >= alert_at:
+                alert_at = time.monotonic() + self._waits.alert_again
+                self._alert(f"the stop is not confirmed, the server may be billed on{_price(server)}: {answer.detail}")
             if tries or answer.state is ServerState.STOPPING:
                 teller.tell(_progress(server, answer))
                 self._pause(decide_wait(answer.state, answer.retry_after_s, tries, self._waits))
@@ -305,6 +315,21 @@ class Guardian:
             again_at = time.monotonic() + self._waits.stopping
             answer = self._ask(server, end)
             tries += 1
+
+    def _alert(self, text: str) -> None:
+        """Tell a person. Beside us: nothing waits for it."""
+        log(f"alert: {text}")
+        server = self._armed.server or "this machine"
+        message = {
+            "event": "alert",
+            "title": f"{server}: alert",
+            "text": f"{server}: {text}",
+            "server": self._armed.server,
+            "run_dir": self._armed.run,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if self._listeners:
+            threading.Thread(target=notify_all, args=(self._listeners, message), daemon=True).start()
 
     def _read(self, server: Server) -> Answer:
         provider = PROVIDERS[server.provider]

@@ -459,7 +459,10 @@ class Job(Model):
         default="auto",
         description="The training interpreter, or a virtual environment. `auto`: the first of `python3` on PATH and the supervisor's own that has torch.",
     )
-    notify: tuple[SecretName, ...] = Field(default=(), description="Names of secrets that hold notification URLs.")
+    notify: tuple[SecretName, ...] = Field(
+        default=(),
+        description="Names of secrets that hold addresses to tell: an https:// address gets a JSON object, others are apprise's (`pip install 'vramfarm-runner[notify]'`). See docs/notifications.md.",
+    )
 
     @field_validator("name")
     @classmethod

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -36,6 +36,10 @@ class Lifeline:
     def server(self, server: Server | None) -> None:
         """What is stopped at the deadline and at the end, as job.yaml names it; None: nothing."""
         self._send({"server": None if server is None else asdict(server)})
+
+    def listeners(self, urls: Sequence[str]) -> None:
+        """Whom the guardian tells when the stop does not come about. Addresses are secrets: kept in memory only."""
+        self._send({"notify": list(urls)})
 
     def end(self, *, code: int, stop: bool, keep: str | None, hold_s: float | None, reason: str) -> None:
         """The last word. After it the guardian does what is left to do."""

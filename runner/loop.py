@@ -19,13 +19,14 @@ from runner.policy.lifecycle import (
     Kill,
     Launch,
     Leave,
+    Notify,
     Prune,
     RecordExit,
     SetAside,
     TrimLogs,
     Wait,
-    decide,
 )
+from runner.policy.notices import decide_and_tell
 from runner.storage import journal as events
 from runner.storage.journal import Journal
 from vramfarm.protocol import Ref
@@ -48,6 +49,7 @@ class World(Protocol):
     def interrupt(self) -> None: ...
     def kill(self, *, savers: bool) -> None: ...
     def forget(self, attempt: Attempt) -> None: ...
+    def notify(self, event: str, text: str) -> None: ...
     def wait(self, action: Wait) -> None: ...
 
 
@@ -59,7 +61,7 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
     while True:
         history = journal.history
         seen = world.observe(history)
-        action = decide(job, history, seen)
+        action = decide_and_tell(job, history, seen)
         tell(action, seen, history)
         match action:
             case Leave():
@@ -124,6 +126,9 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             world.kill(savers=savers)
         case Conclude(outcome=outcome, reason=reason):
             journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))
+        case Notify(event=event, key=key, text=text):
+            journal.append(events.notified(key, seen.now))
+            world.notify(event, text)
         case Wait():
             world.wait(action)
         case Leave() | End():

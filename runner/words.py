@@ -50,6 +50,7 @@ from runner.policy.lifecycle import (
     Kill,
     Launch,
     Leave,
+    Notify,
     Prune,
     RecordExit,
     SetAside,
@@ -189,6 +190,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"kill {'the saver' if savers else 'the attempt'}: {reason}"
         case Conclude(outcome=outcome, reason=reason):
             return f"conclude {outcome}: {reason}"
+        case Notify(event=event):
+            return f"notify: {event}"
         case End():
             return ""  # the summary says it
         case Leave():
@@ -327,7 +330,7 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911  # one
             return f"journal, status, logs and outcome are in the store: {summary}"
         case TaskKind.SETUP:
             return f"the code is in place: {summary}"
-        case TaskKind.TIDY | TaskKind.LEASE:
+        case TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
             return ""
 
 

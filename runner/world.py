@@ -359,6 +359,24 @@ class RealWorld:
         )
         return ledger.describe_machine(self._history, known, now, self._sight.running())
 
+    def notify(self, event: str, text: str) -> None:
+        setting, now = self._setting, datetime.now(UTC)
+        server = setting.server
+        where = server.id if server else "this machine"
+        price = f" at {server.price_per_hour} {server.currency}/h" if server and server.price_per_hour else ""
+        message = {
+            "event": event,
+            "title": f"{setting.job.name}: {event}",
+            "text": f"{setting.job.name}: {text} [{where}{price}]",
+            "job": setting.job.name,
+            "server": server.id if server else None,
+            "run_dir": str(self._folder.root),
+            "at": now.isoformat(timespec="seconds"),
+        }
+        argv = (sys.executable, "-I", "-m", "runner.tasks", TaskKind.NOTIFY)
+        arguments = {"names": list(setting.job.notify), "message": message}
+        self._board.start(TaskKind.NOTIFY, event, argv, arguments, now=now)
+
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
 

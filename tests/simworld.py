@@ -66,6 +66,8 @@ class Elsewhere:
     crash_at_step: dict[int, int] = field(default_factory=dict)  # attempt -> step it dies at
     diagnoses: dict[int, Diagnosis] = field(default_factory=dict)  # attempt -> what triage says of its end
     environments: list[dict[str, str]] = field(default_factory=list)  # the changes of each launch
+    messages: list[tuple[str, str]] = field(default_factory=list)  # what people were told
+    hanging_listener: bool = False  # a message is never delivered, nor refused
     store_down: tuple[datetime, datetime] | None = None
     store_refuses: bool = False
     deaf: bool = False  # the ranks never answer an interrupt
@@ -168,6 +170,8 @@ class SimWorld:
     def _finish(self, kind: TaskKind, state: Running) -> TaskState:
         if kind is TaskKind.SETUP and self.elsewhere.setup_fails:
             return self._failed(kind, state, "setup: exit 1", final=True)
+        if kind is TaskKind.NOTIFY:
+            return state if self.elsewhere.hanging_listener else Finished(subject=state.subject, at=self.elsewhere.now)
         if kind is not TaskKind.SETUP:
             if self.elsewhere.store_refuses:
                 return self._failed(kind, state, "403: access denied", final=True)
@@ -225,6 +229,10 @@ class SimWorld:
 
     def cease(self, kind: TaskKind) -> None:
         del self.tasks[kind]
+
+    def notify(self, event: str, text: str) -> None:
+        self.elsewhere.messages.append((event, text))
+        self.tasks[TaskKind.NOTIFY] = Running(subject=event, started_at=self.elsewhere.now)
 
     # ----------------------------------------------------------------------- checkpoints
 

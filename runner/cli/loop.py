@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
+from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import SECRETS, find_server, with_secrets
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.planned import check_framework, refuse_planned
@@ -44,6 +45,7 @@ from runner.words import Surroundings
 from runner.world import RealWorld, RunFolder, Setting, identify_holder
 
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
+NOTIFY_VARIABLE: Final = "RUNNER_NOTIFY_URL"
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
 _LAST_MINUTE: Final = timedelta(minutes=1)
@@ -62,16 +64,18 @@ def run(args: argparse.Namespace) -> int:
     wire = os.environ.pop(LIFELINE_VARIABLE, None)
     lifeline = Lifeline(int(wire) if wire else None)
     env = with_secrets(os.environ)
-    server = find_server(env)
+    server, job = find_server(env), None
     try:
         loaded = load_job(args.config, env)
-        refuse_planned(loaded.job)
-        check_framework(loaded.job)
-        server = rented(loaded.job, env)
+        job = loaded.job
+        refuse_planned(job)
+        check_framework(job)
+        server = rented(job, env)
         lifeline.server(server)
         end = _run(args, loaded, env, server, lifeline)
     except RunnerError as error:
         _early_end(error, server, lifeline)
+        _tell_early_end(error, job, server, env)
         raise
     return end.code
 
@@ -82,6 +86,15 @@ def _early_end(error: RunnerError, server: Server | None, lifeline: Lifeline) ->
     workspace = workspace_of(os.environ)  # not of job.yaml: that may be what is wrong
     keep = str(workspace) if has_files(workspace) else None
     lifeline.end(code=error.exit_code, stop=stop, keep=keep, hold_s=None, reason=str(error).splitlines()[0])
+
+
+def _tell_early_end(error: RunnerError, job: Job | None, server: Server | None, env: Mapping[str, str]) -> None:
+    """Where there is no loop that would. The guardian waits for it, not longer than for any last word."""
+    name, where = job.name if job else "job.yaml", server.id if server else "this machine"
+    text = f"{name}: did not start: {str(error).splitlines()[0]} {f'({error.hint})' if error.hint else ''} [{where}]"
+    message = {"event": "ended", "title": f"{name}: did not start", "text": text, "job": name, "server": where}
+    urls = [env[NOTIFY_VARIABLE]] if env.get(NOTIFY_VARIABLE) else []
+    notify_all([*(_values(job.notify, env).values() if job else ()), *urls], message)
 
 
 def _run(
@@ -95,6 +108,7 @@ def _run(
         _check_same_job(loaded, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
         setting = find_out(loaded, env, server, accept_change=args.accept_change)
+        lifeline.listeners(tuple(_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, server, lifeline)
         world.observe(journal.history)  # before anything else the guardian knows until when
@@ -223,7 +237,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         card=names[0] if names else "",
         server=server,
         paid_from=machine.first_boot_at(loaded.workspace) if server else None,
-        withhold=frozenset(SECRETS),
+        withhold=frozenset({*SECRETS, *job.notify} - {*job.secrets}),
         secrets=_secrets(job, env),
         refusal=refusal,
     )
@@ -252,14 +266,19 @@ def _uneven(job: Job, num_procs: int) -> str:
 
 
 def _secrets(job: Job, env: Mapping[str, str]) -> dict[str, str]:
-    values = {name: env.get(name) or _secret_file(name) for name in (*job.secrets, *job.notify)}
-    missing = [name for name, value in values.items() if not value]
-    if missing:
+    values = _values((*job.secrets, *job.notify), env)
+    if missing := [name for name in (*job.secrets, *job.notify) if name not in values]:
         raise JobError(
             f"secrets: no value for {', '.join(missing)}",
             hint="set it in the container's environment, or mount a file of that name into /run/secrets",
         )
-    return {name: str(values[name]) for name in job.secrets}
+    return {name: values[name] for name in job.secrets}
+
+
+def _values(names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, str]:
+    """Of the secrets that have one."""
+    found = {name: env.get(name) or _secret_file(name) for name in names}
+    return {name: value for name, value in found.items() if value}
 
 
 def _secret_file(name: str) -> str:

@@ -20,7 +20,6 @@ _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
     ("data", lambda job: bool(job.data), "data is not brought in; do it in setup"),
     ("outputs", lambda job: bool(job.outputs), "only checkpoints and logs are copied to the store"),
-    ("notify", lambda job: bool(job.notify), "nobody is told; look with status"),
     ("checkpoint.resume", lambda job: job.checkpoint.resume not in {"auto", "never"}, "only auto and never"),
     ("checkpoint.staging", lambda job: job.checkpoint.staging == "chunked", "a save is staged whole"),
     ("hang", lambda job: job.hang != HangPolicy(), "a run that hangs ends at its limit"),

@@ -36,6 +36,8 @@ class Waits:
     ask_last: float = 60.0
     read: float = 2.0  # between looks at a server that is stopping
     stopping: float = 600.0  # a stop that takes longer is asked for again
+    alert: float = 600.0  # a stop that is not confirmed by then is told
+    alert_again: float = 3600.0
     repeat_log: float = 600.0
     look: float = 1.0  # between looks at the clock and the stop file
 
@@ -62,6 +64,13 @@ class End:
     keep: str | None = None
     hold_s: float | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Addresses of those who are told when something is wrong at the end. Secrets: never written down."""
+
+    urls: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +146,13 @@ def hold_until(end: End, armed: Armed, now: datetime, override: str) -> datetime
     return min(until, armed.deadline_at)
 
 
-def parse_word(raw: bytes, armed: Armed) -> End | Armed:
-    """The runner's word: its last, or what is armed from now on. ValueError if it is neither."""
+def parse_word(raw: bytes, armed: Armed) -> End | Armed | Listeners:
+    """The runner's word: its last, what is armed from now on, or whom to tell. ValueError if it is none of these."""
     fields = _object(raw)
     if isinstance(fields.get("end"), dict):
         return _parse_end(fields["end"])
+    if isinstance(fields.get("notify"), list):
+        return Listeners(tuple(map(str, fields["notify"])))
     if "server" in fields:
         rented = parse_server(fields["server"])
         return replace(armed, rented=rented, server=_id(rented))

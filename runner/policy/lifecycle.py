@@ -147,6 +147,15 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell a person. `key` is journaled: what it stands for was told then."""
+
+    event: str
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The last word to the guardian: stop the server (or not), exit with `code`."""
 
@@ -180,6 +189,7 @@ Action = (
     | Interrupt
     | Kill
     | Conclude
+    | Notify
     | End
     | Leave
     | Wait

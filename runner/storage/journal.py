@@ -107,7 +107,11 @@ def stop_sent(life: str, *, keep: bool, at: datetime) -> Event:
     return {"event": "stop_sent", "life": life, "keep": keep, "at": at.isoformat()}
 
 
-def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm an event
+def notified(key: str, at: datetime) -> Event:
+    return {"event": "notified", "key": key, "at": at.isoformat()}
+
+
+def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911  # one arm an event
     """The history after one more event; an event of a newer runner changes nothing."""
     match event:
         case {"event": "accepted", "digest": digest, "at": at}:
@@ -145,6 +149,8 @@ def fold(history: History, event: Event) -> History:  # noqa: PLR0911  # one arm
             return replace(history, conclusion=conclusion)
         case {"event": "stop_sent", "life": life}:
             return replace(history, stop_sent_in=life)
+        case {"event": "notified", "key": key, "at": at}:
+            return replace(history, notified={**history.notified, key: datetime.fromisoformat(at)})
         case _:
             return history
 

@@ -28,6 +28,7 @@ FAST = Waits(
     ask_last=0.1,
     read=0.05,
     stopping=0.5,
+    alert=0.5,
     look=0.05,
 )
 

@@ -195,6 +195,20 @@ class Docker(Cloud):
         return 400, {"message": "bad parameter"}
 
 
+@dataclass
+class Webhook(Cloud):
+    """Somebody who is told."""
+
+    name: str = "webhook"
+    key: str = ""
+
+    def answer(self, request: Request) -> tuple[int, Any]:
+        return 200, {}
+
+    def events(self) -> list[str]:
+        return [request.body.get("event", "") for request in self.requests]
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers as its server's cloud does, or as its fault wants it."""
 

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 
-from runner.adapters.notifiers import notify, webhook
+from runner.adapters.notifiers import notify, notify_all, webhook
 from runner.adapters.providers.http import make_send
 
 
@@ -186,10 +187,40 @@ def test_a_webhook_that_fails_says_why_without_its_address():
             notify("http://127.0.0.1:9/secret", {}),
             notify("secret", {}),
             notify("http://[secret", {}),
+            notify("nosuchkind://secret", {}),
+            notify("json://127.0.0.1:9/secret", {"text": "x"}),
         ]
 
     assert all(errors)
     assert not any("secret" in error for error in errors)
+
+
+@pytest.mark.skipif(find_spec("apprise") is None, reason="the notify extra is not installed")
+@pytest.mark.filterwarnings("ignore")  # what its plugins import is not ours
+def test_kinds_that_apprise_knows_are_told_by_it():
+    """
+    Title and text; the rest is for machines.
+    """
+    with serving(OK) as (url, heard):
+        error = notify(url.replace("http://", "json://"), {"title": "job: ended", "text": "done", "event": "ended"})
+
+    assert "" == error
+    said = json.loads(heard[0].partition(b"\r\n\r\n")[2])
+    assert ("job: ended", "done") == (said["title"], said["message"])
+
+
+def test_all_are_told_at_once_and_one_that_hangs_costs_the_others_nothing():
+    """
+    Together they take no longer than one.
+    """
+    began = time.monotonic()
+    with serving(b"", pause_s=5) as (deaf, _), serving(OK) as (url, heard):
+        answers = notify_all([deaf, url, deaf], {"text": "x"}, timeout_s=1.0)
+        took = time.monotonic() - began
+
+    assert ("no answer within 1 s", "", "no answer within 1 s") == answers
+    assert 1 == len(heard)
+    assert took < 5.0
 
 
 def test_a_webhook_that_drips_costs_no_more_than_its_time():
