@@ -285,6 +285,10 @@ class OffloadPolicy(Model):
     )
     endpoint: str | None = Field(default=None, description="Address of an S3 server that is not AWS.")
     region: str | None = Field(default=None, description="Region of the bucket; most servers but AWS ignore it.")
+    addressing: Literal["auto", "path", "virtual"] = Field(
+        default="auto",
+        description="Where a request names the bucket: in the path, or in the host's name. `auto`: path, if there is an endpoint.",
+    )
     keep_last: int = Field(default=2, ge=1, description="How many stay in the store.")
     max_bandwidth: Size | None = Field(default=None, description="Upload limit in bytes a second: 50MB.")
 

@@ -35,7 +35,7 @@ from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import OffsiteError, Store, open_store, transfer
+from runner.storage.offsite import Abilities, Checksums, OffsiteError, Store, open_store, transfer
 from runner.supervise.source import bring
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
@@ -155,10 +155,27 @@ def _mission(arguments: Arguments) -> Mission:
 def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The first look. A store that cannot be written is found out now, not with the first checkpoint."""
     store = _store(arguments)
+    abilities = store.probe()
     written = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "run_dir": arguments["run_dir"]}
     transfer.publish(store, arguments["job"], {"looked.json": json.dumps(written).encode()})
     job, ledger = (_read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", _LEDGER))
-    return {**look(arguments, progress), "job": job, "ledger": ledger}
+    seen = look(arguments, progress)
+    return {
+        **seen,
+        "job": job,
+        "ledger": ledger,
+        "abilities": asdict(abilities),
+        "summary": seen["summary"] + _say_lacks(abilities),
+    }
+
+
+def _say_lacks(abilities: Abilities) -> str:
+    """What a person should know of this store; empty for one that can do all. Of the lease its keeper speaks."""
+    return {
+        Checksums.NONE: "; it keeps no checksums (CRC32): what is sent is read back to be compared",
+        Checksums.PARTS: "; it keeps checksums of parts only, which are compared with the manifest's",
+        Checksums.WHOLE: "",
+    }[abilities.checksums]
 
 
 def look(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -217,11 +234,13 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
     started = time.monotonic()
-    transfer.upload(store, arguments["job"], directory, ref, progress)
+    copied = transfer.upload(store, arguments["job"], directory, ref, progress)
     took = time.monotonic() - started
     _publish_files(store, arguments)
     size = directory.manifest(ref).size_bytes
-    return {**look(arguments, progress), "summary": f"{size / 1e6:.1f} MB in {took:.1f}s, confirmed by the store"}
+    spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
+    summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"
+    return {**look(arguments, progress), "summary": summary}
 
 
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -321,7 +340,9 @@ def _read_json(store: Store, key: str) -> dict[str, Any]:
 
 
 def _store(arguments: Arguments) -> Store:
-    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ)
+    known = arguments.get("abilities")
+    abilities = Abilities(checksums=Checksums(known["checksums"]), conditional=known["conditional"]) if known else None
+    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ, abilities)
 
 
 def _directory(arguments: Arguments) -> CheckpointDir:

@@ -324,6 +324,7 @@ class RealWorld:
             "config_dir": str(setting.config_dir),
             "python": setting.python,
             "offload": setting.job.offload.model_dump(mode="json"),
+            "abilities": self._store.abilities,
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
@@ -681,6 +682,7 @@ class _StoreView:
         self.unusable: set[str] = set()
         self.job: Mapping[str, Any] = {}
         self.ledger: tuple[Machine, ...] | None = None
+        self.abilities: Mapping[str, Any] | None = None
         self.last_upload_s = 0.0
         self._known: dict[TaskKind, TaskState] = {}
 
@@ -703,6 +705,7 @@ class _StoreView:
         if kind is TaskKind.SURVEY:
             self.ledger = ledger.parse(state.result.get("ledger"))
             self.job = (state.result.get("job") or {}).get("identity") or {}
+            self.abilities = state.result.get("abilities")
         if state.result.get("outcome"):
             self.conclusion = parse_conclusion(state.result["outcome"])
 

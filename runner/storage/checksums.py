@@ -6,18 +6,20 @@ same polynomial, so the larger ones are sums over the smaller ones and no byte i
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _POLYNOMIAL = 0xEDB88320
+_MAX_STEPS = 64
 _ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in CRC32
 
 
-def crc32(data: bytes | memoryview) -> int:
-    return zlib.crc32(data)
+def crc32(data: bytes | memoryview, before: int = 0) -> int:
+    """Of these bytes, after those of which `before` is the CRC32."""
+    return zlib.crc32(data, before)
 
 
 def combine(first: int, second: int, second_size: int) -> int:
@@ -31,6 +33,29 @@ def combine_chunks(checksums: Iterable[int], size_bytes: int) -> int:
     for checksum in checksums:
         chunk = min(CHUNK_BYTES, left)
         whole, left = combine(whole, checksum, chunk), left - chunk
+    return whole
+
+
+def is_sum_of_parts(checksum: int, num_parts: int, checksums: Sequence[int], size_bytes: int) -> bool:
+    """Whether a checksum of parts' checksums is of these chunks, cut evenly into so many parts in some way."""
+    return any(checksum == _sum_of_parts(checksums, size_bytes, step) for step in _steps(num_parts, len(checksums)))
+
+
+def _steps(num_parts: int, num_chunks: int) -> Iterable[int]:
+    """How many chunks a part may have had."""
+    if not 0 < num_parts <= num_chunks:
+        return ()
+    least = -(-num_chunks // num_parts)
+    most = num_chunks if num_parts == 1 else (num_chunks - 1) // (num_parts - 1)
+    return range(least, min(most, least + _MAX_STEPS) + 1)
+
+
+def _sum_of_parts(checksums: Sequence[int], size_bytes: int, step: int) -> int:
+    whole, left = 0, size_bytes
+    for first in range(0, len(checksums), step):
+        part = checksums[first : first + step]
+        size = min(len(part) * CHUNK_BYTES, left)
+        whole, left = zlib.crc32(combine_chunks(part, size).to_bytes(4, "big"), whole), left - size
     return whole
 
 

@@ -13,7 +13,7 @@ from runner.job import OffloadPolicy
 from runner.storage.checksums import combine, describe_file
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
-from runner.storage.offsite.contract import Head
+from runner.storage.offsite.contract import Checksums, Head
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _plan_parts
 from tests.fakes import FaultyDisk, Loss, PowerLoss
@@ -290,6 +290,7 @@ def test_what_a_folder_acknowledged_survives_a_power_loss(tmp_path, how, fail_at
 def s3store(s3_offload, s3server):
     """With small parts, and the numbers of those that were sent in `sent`."""
     store = S3Store(s3_offload, s3server.env, part_chunks=1)
+    store.probe()
     store.sent = []
     store._client.meta.events.register(
         "before-parameter-build.s3.UploadPart", lambda params, **_: store.sent.append(params["PartNumber"])
@@ -320,7 +321,7 @@ def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path
     Then the server does not know the upload any more, but has the file, whole. If it has not, it is tried again.
     """
     shard = write(tmp_path / "shard", LARGE)
-    forgotten = s3store._begin_upload("job/shard")
+    forgotten = s3store._begin_upload("job/shard", Checksums.WHOLE)
     s3server.client().abort_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/shard", UploadId=forgotten.id)
     parts = _plan_parts(shard, 1)
 
@@ -389,12 +390,13 @@ def test_no_more_than_so_many_bytes_a_second(s3_offload, s3server, tmp_path):
     """
     Training's own traffic comes first: `max_bandwidth` holds for all threads together.
     """
-    offload = s3_offload.model_copy(update={"max_bandwidth": 20_000_000})
+    offload = s3_offload.model_copy(update={"max_bandwidth": 10_000_000})
     store, shard = S3Store(offload, s3server.env, part_chunks=1), write(tmp_path / "shard", LARGE)
+    store.probe()
     started = time.monotonic()
     store.put_file("job/shard", tmp_path / "shard", shard, ignore)
 
-    assert time.monotonic() - started > 2 * CHUNK_BYTES / 20_000_000  # then the last part of three may go
+    assert time.monotonic() - started > 0.95 * len(LARGE) / 10_000_000
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,8 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,24 +16,11 @@ from runner.storage.offsite.file import FileStore
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.examples import SHARDS, commit
+from tests.storage.moving import contents, elsewhere, ignore, move
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
 
 FOLDER = "job/checkpoints"
 FIRST = next(iter(SHARDS))
-
-
-def ignore(fraction, note):
-    """Where nobody asks for progress."""
-
-
-def elsewhere(tmp_path):
-    """Another machine's empty disk."""
-    return CheckpointDir(tmp_path / "elsewhere" / "checkpoints", Disk())
-
-
-def contents(directory, ref):
-    folder = directory.path(ref)
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def uploaded(store, directory, step=500, **kind):
@@ -447,6 +429,7 @@ def test_a_published_file_that_has_not_changed_is_not_sent_again(s3_offload, s3s
     Logs of past attempts are offered every time and cost one question.
     """
     store, sent = open_store(s3_offload, s3server.env), []
+    store.probe()
     store._client.meta.events.register("before-parameter-build.s3.PutObject", lambda params, **_: sent.append(params))
     (tmp_path / "log").write_bytes(b"1\n")
     for _ in range(2):
@@ -506,20 +489,6 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
     assert ((), ()) == (after.leftovers(), after.problems())
 
 
-MOVE = """
-import json, os, sys
-from pathlib import Path
-from runner.job import OffloadPolicy
-from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
-from runner.storage.offsite import open_store, transfer
-from vramfarm.protocol import Ref
-what, offload, root, ref = sys.argv[1], OffloadPolicy(**json.loads(sys.argv[2])), Path(sys.argv[3]), Ref(*json.loads(sys.argv[4]))
-say = lambda fraction, note: print(fraction, note, flush=True)
-getattr(transfer, what)(open_store(offload, os.environ), "job", *([CheckpointDir(root, Disk()), ref] if what == "upload" else [ref, CheckpointDir(root, Disk())]), say)
-"""
-
-
 @pytest.mark.storm
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, directory, tmp_path, kind):
@@ -548,25 +517,6 @@ def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, dire
         assert all(() == there.verify(checkpoint.ref) for checkpoint in there.committed())
     assert 0 == move("restore", (offload, env), there.root, ref)
     assert contents(directory, ref) == contents(there, ref)
-
-
-def move(what, where, root, ref, *, kill_after_s=None):
-    """Exit code of a process that moves a checkpoint, killed some time after its first sign of life if asked."""
-    offload, env = where
-    arguments = [what, offload.model_dump_json(), str(root), json.dumps([ref.lineage, ref.step, ref.attempt, ref.id])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", MOVE, *arguments],
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-        env={"PATH": os.environ["PATH"], **env},
-    )
-    with process, ThreadPoolExecutor(1) as reader:
-        first = reader.submit(process.stdout.readline)
-        if kill_after_s is not None:
-            first.result(timeout=60)
-            time.sleep(kill_after_s)
-            process.send_signal(signal.SIGKILL)
-        return process.wait(timeout=120)
 
 
 def _download(store, ref, shard):

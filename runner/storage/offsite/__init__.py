@@ -10,29 +10,33 @@ from urllib.parse import unquote, urlsplit
 
 from runner.job import OffloadPolicy
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import OffsiteError, Store
+from runner.storage.offsite.contract import Abilities, Checksums, OffsiteError, Store
 from runner.storage.offsite.file import FileStore
 
-__all__ = ["STORES", "OffsiteError", "Store", "open_store"]
+__all__ = ["STORES", "Abilities", "Checksums", "OffsiteError", "Store", "open_store"]
 
 
-def _open_file(offload: OffloadPolicy, _env: Mapping[str, str]) -> Store:
+def _open_file(offload: OffloadPolicy, _env: Mapping[str, str], _abilities: Abilities | None) -> Store:
     return FileStore(Path(unquote(urlsplit(offload.to or "").path)), Disk())
 
 
-def _open_s3(offload: OffloadPolicy, env: Mapping[str, str]) -> Store:
+def _open_s3(offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None) -> Store:
     from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # boto3 costs half a second and 60 MB
 
-    return S3Store(offload, env)
+    return S3Store(offload, env, abilities)
 
 
-STORES: Final[Mapping[str, Callable[[OffloadPolicy, Mapping[str, str]], Store]]] = {
+STORES: Final[Mapping[str, Callable[[OffloadPolicy, Mapping[str, str], Abilities | None], Store]]] = {
     "file": _open_file,
     "s3": _open_s3,
 }
 
 
-def open_store(offload: OffloadPolicy, env: Mapping[str, str]) -> Store:
-    """The store of `offload.to`; nothing is asked of it yet. Credentials come from `env`."""
+def open_store(offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None = None) -> Store:
+    """
+    The store of `offload.to`; nothing is asked of it yet. Credentials come from `env`.
+
+    `abilities`: what `probe` found out earlier, so that it is not tried again.
+    """
     assert offload.to, "a job without offload.to has no store"
-    return STORES[urlsplit(offload.to).scheme](offload, env)
+    return STORES[urlsplit(offload.to).scheme](offload, env, abilities)

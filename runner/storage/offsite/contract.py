@@ -1,14 +1,16 @@
 """What a store is to the rest of this room, and the two ways in which it can fail."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from datetime import datetime
+from enum import StrEnum
+from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from runner.errors import StoreError
-from runner.storage.checksums import crc32
+from runner.storage.checksums import combine_chunks, crc32, is_sum_of_parts
 from vramfarm.protocol import CHUNK_BYTES, Shard, is_inside
 
 Sent = Callable[[int], None]  # called with a number of bytes, from any thread
@@ -16,6 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
+_READ_BYTES: Final = 1 << 20
 
 
 class OffsiteError(StoreError):
@@ -40,10 +43,34 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What the store says of an object. `crc32` of all its bytes; None: this store keeps none."""
+    """
+    What the store says of an object.
+
+    `crc32` of all its bytes; `parts_crc32`: the CRC32 of its parts' CRC32s, and their number. None:
+    this store keeps none. `md5` where the store tells it, else empty; `tag` changes with the object.
+    """
 
     size_bytes: int
     crc32: int | None
+    parts_crc32: tuple[int, int] | None = None
+    md5: str = field(default="", compare=False)
+    tag: str = field(default="", compare=False)
+
+
+class Checksums(StrEnum):
+    """By what a store itself confirms a large file."""
+
+    WHOLE = "whole"  # CRC32 of all its bytes
+    PARTS = "parts"  # CRC32 of the CRC32s of its parts
+    NONE = "none"  # size only: whoever wants to be sure reads the bytes back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a store can do. `conditional`: of several who write something new, one succeeds."""
+
+    checksums: Checksums
+    conditional: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +90,10 @@ class Store(Protocol):
     """
 
     address: str  # for messages
+
+    def probe(self) -> Abilities:
+        """Found out by trying, once. An error if the store cannot be written, read and tidied."""
+        ...
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         """
@@ -91,6 +122,10 @@ class Store(Protocol):
 
     def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
         """Bytes and tag of one moment, for `put_if`; None if there is no such object."""
+        ...
+
+    def copy(self, source: str, key: str, shard: Shard, /) -> bool:
+        """Store the bytes of another object, whose shard equals this one, without sending them. False: it cannot."""
         ...
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
@@ -123,32 +158,71 @@ def is_key(key: str) -> bool:
     return is_inside(f"x/{key}")  # below a folder any name will do, MANIFEST.json too
 
 
-def read_chunks(path: Path, shard: Shard, first: int, num_chunks: int) -> bytes:
-    """Chunks of a local file, compared with what they must be."""
+def agrees(head: Head, shard: Shard) -> bool | None:
+    """Whether an object is a shard by size and checksum; None: the store's word is not enough to tell."""
+    if head.size_bytes != shard.size_bytes:
+        return False
+    if head.crc32 is not None:
+        return head.crc32 == combine_chunks(shard.checksums, shard.size_bytes)
+    if head.parts_crc32 is not None and is_sum_of_parts(*head.parts_crc32, shard.checksums, shard.size_bytes):
+        return True
+    return None  # parts may have been cut in another way
+
+
+def check_chunks(path: Path, shard: Shard, first: int, num_chunks: int) -> None:
+    """`damaged` if chunks of a local file are not what they must be."""
     try:
-        with path.open("rb") as file:
-            file.seek(first * CHUNK_BYTES)
-            found = file.read(min(num_chunks * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES))
+        with path.open("rb", buffering=0) as file:
+            for index in range(first, first + num_chunks):
+                file.seek(index * CHUNK_BYTES)
+                _check_chunk(file, path, shard, index)
     except OSError as error:
         raise OffsiteError(f"{path}: {error.strerror}", final=False) from None
-    view = memoryview(found)
-    checksums = tuple(crc32(view[at : at + CHUNK_BYTES]) for at in range(0, len(view), CHUNK_BYTES))
-    if checksums != shard.checksums[first : first + num_chunks]:
-        raise OffsiteError(
-            f"{path}: expected the bytes of its manifest, got others at {first * CHUNK_BYTES} or later; it was not sent",
-            hint="set this checkpoint aside: it is damaged here",
-            final=True,
-            damaged=True,
-        )
+
+
+def _check_chunk(file: FileIO, path: Path, shard: Shard, index: int) -> None:
+    checksum, left = 0, min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)
+    while left and (block := file.read(min(_READ_BYTES, left))):
+        checksum, left = crc32(block, checksum), left - len(block)
+    if left or checksum != shard.checksums[index]:
+        raise _other_bytes(path, index)
+
+
+def _other_bytes(path: Path, index: int) -> OffsiteError:
+    return OffsiteError(
+        f"{path}: expected the bytes of its manifest, got others at {index * CHUNK_BYTES} or later; it was not sent",
+        hint="set this checkpoint aside: it is damaged here",
+        final=True,
+        damaged=True,
+    )
+
+
+def read_chunk(path: Path, shard: Shard, index: int) -> bytes:
+    """A chunk of a local file, compared with what it must be."""
+    try:
+        with path.open("rb") as file:
+            file.seek(index * CHUNK_BYTES)
+            found = file.read(min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES))
+    except OSError as error:
+        raise OffsiteError(f"{path}: {error.strerror}", final=False) from None
+    if crc32(found) != shard.checksums[index]:
+        raise _other_bytes(path, index)
     return found
 
 
 def in_parallel(function: Callable[[T], R], items: list[T], num_threads: int) -> list[R]:
     """Results in the order of the items. The first exception stops what has not begun."""
     with ThreadPoolExecutor(num_threads) as pool:
-        futures = [pool.submit(function, item) for item in items]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        pool.shutdown(wait=True, cancel_futures=True)
-        for future in done:
-            future.result()
-        return [future.result() for future in futures]
+        return run_all(pool, function, items)
+
+
+def run_all(pool: Executor, function: Callable[[T], R], items: list[T]) -> list[R]:
+    """The same, in threads that others use as well. Returns when none of these is running."""
+    futures = [pool.submit(function, item) for item in items]
+    done, left = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in left:
+        future.cancel()
+    wait(left)
+    for future in done:
+        future.result()
+    return [future.result() for future in futures]

@@ -22,13 +22,15 @@ from typing import Final
 from runner.storage.disk import Disk, lstat_inside
 from runner.storage.offsite.contract import (
     MAX_SMALL_BYTES,
+    Abilities,
+    Checksums,
     Entry,
     Head,
     OffsiteError,
     Sent,
     Version,
     is_key,
-    read_chunks,
+    read_chunk,
 )
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -49,11 +51,15 @@ class FileStore:
                 final=True,
             )
 
+    def probe(self) -> Abilities:
+        """Nothing to try: it is a disk. What cannot be written says so with the first file."""
+        return Abilities(checksums=Checksums.NONE, conditional=True)
+
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         with self._place(key) as (temporary, target):
             self._disk.write(temporary, b"")
             for index in range(len(shard.checksums)):
-                chunk = read_chunks(path, shard, index, 1)
+                chunk = read_chunk(path, shard, index)
                 self._disk.write_at(temporary, index * CHUNK_BYTES, chunk)
                 sent(len(chunk))
             self._commit(temporary, target)
@@ -108,6 +114,18 @@ class FileStore:
     def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
         content = self.get(key, limit_bytes)
         return None if content is None else Version(content=content, tag=_tag(content))
+
+    def copy(self, source: str, key: str, _shard: Shard) -> bool:
+        """A second name for the same bytes: objects are never written to, only replaced."""
+        with self._place(key) as (temporary, target):
+            try:
+                self._disk.link(self._path(source), temporary)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    return False
+                raise
+            self._commit(temporary, target)
+            return True
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         head = self.head(key)
@@ -175,7 +193,9 @@ class FileStore:
                 if folder.is_relative_to(self._root) and not folder.is_dir():
                     self._disk.make_folder(folder)
                     self._disk.sync(folder.parent)
-            yield target.with_name(target.name + _UNFINISHED), target
+            temporary = target.with_name(target.name + _UNFINISHED)
+            self._disk.remove(temporary)  # of a killed copy it may be a second name of another object's bytes
+            yield temporary, target
 
     def _commit(self, temporary: Path, target: Path) -> None:
         self._disk.sync(temporary)

@@ -2,9 +2,10 @@
 Any S3 server as a store.
 
 A file goes up in parts, several at a time, each with its CRC32, and is completed with the
-CRC32 of the whole (`FULL_OBJECT`), which the server compares and reports from then on. AWS
-and SeaweedFS do, and refuse a wrong one. A server that reports no such checksum is usable:
-`head` has none, and the caller reads the bytes back.
+CRC32 of the whole (`FULL_OBJECT`), which the server compares and reports from then on. A
+server may know less: only checksums of parts (`COMPOSITE`), which our manifest can answer as
+well, or none; then each part carries its MD5, and the caller reads the bytes back. Which of
+the three, and whether a conditional write is honoured, is found out once, by trying (`probe`).
 
 Found with boto3, and answered here or by the callers' checksums: a ranged read hands over a
 flipped byte, or a body that was cut short, as if nothing were wrong, and retries no body; a
@@ -16,101 +17,57 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import threading
-import time
+import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 
-import boto3
 import tenacity
-from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    SSLError,
-)
-from botocore.exceptions import ConnectionError as BotoConnectionError
+from botocore.exceptions import ClientError, IncompleteReadError
 
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine_chunks, crc32
 from runner.storage.offsite.contract import (
     MAX_SMALL_BYTES,
+    Abilities,
+    Checksums,
     Entry,
     Head,
     OffsiteError,
     Sent,
     Version,
-    in_parallel,
+    agrees,
+    check_chunks,
     is_key,
-    read_chunks,
+    run_all,
+)
+from runner.storage.offsite.wire import (
+    MAX_ATTEMPTS,
+    NO_ANSWER,
+    TIMEOUTS_S,
+    Pace,
+    code_of,
+    connect,
+    open_part,
+    plain_words,
 )
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
-if TYPE_CHECKING:  # stubs only, not installed with the runner
-    from mypy_boto3_s3 import S3Client
-
 NUM_THREADS: Final = 8
-PART_CHUNKS: Final = 2  # chunks in a part; memory is this times the chunk times the threads
+PART_CHUNKS: Final = 2  # chunks in a part
+_NUM_CALLERS: Final = 8  # threads of callers, beside those that send parts
 _MAX_PARTS: Final = 10_000
-_CONNECT_TIMEOUT_S: Final = 10
-_READ_TIMEOUT_S: Final = 60
-_MAX_ATTEMPTS: Final = 4
-
-_HINTS: Final[Mapping[str, str]] = {
-    "AccessDenied": "the key may not do this: check its rights and the bucket's policy (list, get, put, delete)",
-    "403": "wrong key, or one that may not do this: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and its rights",
-    "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID: this server does not know it",
-    "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY: it does not belong to this key",
-    "ExpiredToken": "the credentials have expired: get new ones",
-    "InvalidToken": "check AWS_SESSION_TOKEN: it does not belong to this key",
-    "NoSuchBucket": "make the bucket, or correct offload.to",
-    "InvalidBucketName": "correct the bucket's name in offload.to",
-    "PermanentRedirect": "the bucket is in another region: set offload.region",
-    "301": "the bucket is in another region: set offload.region",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set offload.region",
-    "IllegalLocationConstraintException": "the bucket is in another region: set offload.region",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl, ntpdate)",
-    "NotImplemented": "this server cannot do what is needed: CRC32 checksums and conditional writes",
-}
-_NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError)
-_UNREACHABLE: Final = "check offload.endpoint and the network; it is tried again"
-_PASSING: Final = frozenset(
-    {"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentSHA256Mismatch", "NoSuchUpload", "NoSuchKey"}
+_COPY_CHUNKS: Final = 32  # in a part that the server copies: quick enough for any time limit
+_HASH_BYTES: Final = 1 << 20
+_UNABLE: Final = frozenset(
+    {"NotImplemented", "InvalidArgument", "InvalidRequest", "MalformedXML", "UnsupportedArgument", "400", "501"}
 )
-_PASSING_STATUS: Final = frozenset({404, 408, 409, 412, 425, 429})
-
-
-def connect(offload: OffloadPolicy, env: Mapping[str, str], *, timeout_s: float = _READ_TIMEOUT_S) -> S3Client:
-    """A client with time limits and bounded retries. `timeout_s`: for one answer. Credentials come from `env`, else from where boto3 looks."""
-    endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-    session = boto3.session.Session(
-        aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
-        aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
-        aws_session_token=env.get("AWS_SESSION_TOKEN"),
-        region_name=offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1",
-    )
-    config = Config(
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        read_timeout=timeout_s,
-        retries={"mode": "standard", "total_max_attempts": _MAX_ATTEMPTS},
-        max_pool_connections=NUM_THREADS,
-        tcp_keepalive=True,
-        s3={"addressing_style": "path" if endpoint else "auto"},
-        request_checksum_calculation="when_required",  # we send our own
-        response_checksum_validation="when_required",
-    )
-    try:
-        return session.client("s3", endpoint_url=endpoint, config=config)
-    except ValueError as error:
-        raise OffsiteError(f"offload.endpoint: {error}", hint="expected https://host", final=True) from error
+_SAMPLE: Final = b"vramfarm looks at what this store can do\n"
 
 
 class S3Store:
@@ -118,33 +75,106 @@ class S3Store:
         self,
         offload: OffloadPolicy,
         env: Mapping[str, str],
+        abilities: Abilities | None = None,
         *,
         part_chunks: int = PART_CHUNKS,
-        timeout_s: float = _READ_TIMEOUT_S,
+        timeouts_s: tuple[float, float] = TIMEOUTS_S,
     ) -> None:
         self.address = offload.to or ""
         self._bucket, _, prefix = self.address.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._part_chunks = part_chunks
-        self._pace = _Pace(offload.max_bandwidth)
+        self._abilities = abilities
+        self._asks_checksums = True
+        self._pool = ThreadPoolExecutor(NUM_THREADS)
         with self._plain_words(""):
-            self._client = connect(offload, env, timeout_s=timeout_s)
+            self._client = connect(
+                offload,
+                env,
+                num_connections=NUM_THREADS + _NUM_CALLERS,
+                pace=Pace(offload.max_bandwidth),
+                timeouts_s=timeouts_s,
+            )
+
+    # --------------------------------------------------------------------------- abilities
+
+    def probe(self) -> Abilities:
+        if self._abilities is None:
+            key = f".probe-{secrets.token_hex(8)}"
+            with self._plain_words(key):
+                try:
+                    self._abilities = self._try_out(key)
+                finally:
+                    with suppress(ClientError, *NO_ANSWER):  # what went wrong before is what is told
+                        self._client.delete_object(**self._named(key))
+        return self._abilities
+
+    def _try_out(self, key: str) -> Abilities:
+        self._client.put_object(**self._named(key), Body=_SAMPLE)
+        conditional = self._try_conditional(key)
+        kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._keeps(kind, key))
+        return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
+
+    def _try_conditional(self, key: str) -> bool:
+        try:
+            self._client.put_object(**self._named(key), Body=_SAMPLE, IfNoneMatch="*")
+        except ClientError as error:
+            if code_of(error) in _UNABLE:
+                return False
+            if _is_taken(error):
+                return True
+            raise
+        return False  # it was replaced: the condition was not looked at
+
+    def _keeps(self, kind: Checksums, key: str) -> bool:
+        """Whether a file of one part is there afterwards with its checksum."""
+        sample = crc32(_SAMPLE)
+        try:
+            self._client.put_object(**self._named(key), Body=_SAMPLE, **_with_crc32(sample))
+            self._put_sample(self._begin_upload(key, kind), kind, sample)
+        except ClientError as error:
+            if code_of(error) in _UNABLE:
+                return False
+            raise
+        head = self.head(key)
+        kept = head and (head.crc32 if kind is Checksums.WHOLE else head.parts_crc32)
+        return head is not None and kept is not None and agrees(head, Shard(key, len(_SAMPLE), (sample,))) is True
+
+    def _put_sample(self, upload: _Upload, kind: Checksums, sample: int) -> None:
+        try:
+            answer = self._client.upload_part(
+                **self._named(upload.key), UploadId=upload.id, PartNumber=1, Body=_SAMPLE, **_with_crc32(sample)
+            )
+            self._finish(upload, kind, sample, [{"PartNumber": 1, "ETag": answer["ETag"], **_with_crc32(sample)}])
+        except ClientError:
+            self._client.abort_multipart_upload(**self._named(upload.key), UploadId=upload.id)
+            raise
+
+    # --------------------------------------------------------------------------------- put
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
-        parts = _plan_parts(shard, self._part_chunks)
+        parts, kind = _plan_parts(shard, self._part_chunks), self.probe().checksums
         with self._plain_words(key):
             if len(parts) == 1:
                 self._put_whole(key, path, shard, parts[0])
                 sent(shard.size_bytes)
                 return
-            upload = self._find_upload(key) or self._begin_upload(key)
-            etags = in_parallel(lambda part: self._put_part(upload, path, shard, part, sent), parts, NUM_THREADS)
+            upload = self._find_upload(key) or self._begin_upload(key, kind)
+            etags = run_all(self._pool, lambda part: self._put_part(upload, path, shard, part, sent), parts)
             self._complete(upload, shard, parts, etags)
 
     def _put_whole(self, key: str, path: Path, shard: Shard, part: _Part) -> None:
-        body = read_chunks(path, shard, part.first, part.num_chunks)
-        self._pace.take(len(body))
-        self._client.put_object(**self._named(key), Body=body, ChecksumCRC32=_encode(part.crc32))
+        check_chunks(path, shard, part.first, part.num_chunks)
+        with closing(open_part(path, 0, part.size_bytes)) as body:
+            self._client.put_object(
+                **self._named(key), Body=body if part.size_bytes else b"", **self._digest(part.crc32, path, part)
+            )
+
+    def _digest(self, checksum: int, path: Path, part: _Part) -> Mapping[str, Any]:
+        """By what the server compares a body: always by something."""
+        if self.probe().checksums is not Checksums.NONE:
+            return _with_crc32(checksum)
+        return {"ContentMD5": base64.b64encode(_md5(path, part)).decode()}
 
     def _find_upload(self, key: str) -> _Upload | None:
         """The upload of this key that a killed process left, with the parts that arrived."""
@@ -161,75 +191,82 @@ class S3Store:
         for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
             yield from page.get("Uploads", [])
 
-    def _begin_upload(self, key: str) -> _Upload:
-        begun = self._client.create_multipart_upload(
-            **self._named(key), ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
-        )
+    def _begin_upload(self, key: str, kind: Checksums) -> _Upload:
+        wish: Mapping[Checksums, Mapping[str, Any]] = {
+            Checksums.WHOLE: {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"},
+            Checksums.PARTS: {"ChecksumAlgorithm": "CRC32"},
+            Checksums.NONE: {},
+        }
+        begun = self._client.create_multipart_upload(**self._named(key), **wish[kind])
         return _Upload(key=key, id=begun["UploadId"])
 
     def _put_part(self, upload: _Upload, path: Path, shard: Shard, part: _Part, sent: Sent) -> str:
         """Send a part, unless it is there, and return its tag."""
-        body = read_chunks(path, shard, part.first, part.num_chunks)
+        check_chunks(path, shard, part.first, part.num_chunks)
         there = upload.there.get(part.number)
-        if there is not None and _is_same(there, part, body):
+        if there is not None and _is_same(there, path, part):
             sent(part.size_bytes)
             return str(there["ETag"])
-        self._pace.take(len(body))
-        answer = self._client.upload_part(
-            **self._named(upload.key),
-            UploadId=upload.id,
-            PartNumber=part.number,
-            Body=body,
-            ChecksumCRC32=_encode(part.crc32),
-        )
+        with closing(open_part(path, part.offset, part.size_bytes)) as body:
+            answer = self._client.upload_part(
+                **self._named(upload.key),
+                UploadId=upload.id,
+                PartNumber=part.number,
+                Body=body,
+                **self._digest(part.crc32, path, part),
+            )
         sent(part.size_bytes)
         return answer["ETag"]
 
     def _complete(self, upload: _Upload, shard: Shard, parts: list[_Part], etags: list[str]) -> None:
-        whole = combine_chunks(shard.checksums, shard.size_bytes)
+        kind = self.probe().checksums
+        named: list[dict[str, Any]] = [
+            {"PartNumber": part.number, "ETag": etag} | ({} if kind is Checksums.NONE else _with_crc32(part.crc32))
+            for part, etag in zip(parts, etags, strict=True)
+        ]
         try:
-            self._client.complete_multipart_upload(
-                **self._named(upload.key),
-                UploadId=upload.id,
-                ChecksumCRC32=_encode(whole),
-                ChecksumType="FULL_OBJECT",
-                MultipartUpload={
-                    "Parts": [
-                        {"PartNumber": part.number, "ETag": etag, "ChecksumCRC32": _encode(part.crc32)}
-                        for part, etag in zip(parts, etags, strict=True)
-                    ]
-                },
-            )
+            self._finish(upload, kind, combine_chunks(shard.checksums, shard.size_bytes), named)
         except self._client.exceptions.NoSuchUpload:
-            if self.head(upload.key) != Head(size_bytes=shard.size_bytes, crc32=whole):
-                raise  # else it was completed, and only the answer was lost
+            head = self.head(upload.key)
+            if head is None or agrees(head, shard) is False:
+                raise  # else it was completed, and only the answer was lost; who cannot tell reads it back
+
+    def _finish(self, upload: _Upload, kind: Checksums, whole: int, parts: Any) -> None:  # noqa: ANN401  # the stubs' dicts
+        of_all = {**_with_crc32(whole), "ChecksumType": "FULL_OBJECT"} if kind is Checksums.WHOLE else {}
+        self._client.complete_multipart_upload(
+            **self._named(upload.key), UploadId=upload.id, MultipartUpload={"Parts": parts}, **of_all
+        )
 
     def put(self, key: str, content: bytes) -> None:
+        digest = self._digest_of(content)
         with self._plain_words(key):
-            self._client.put_object(**self._named(key), Body=content, ChecksumCRC32=_encode(crc32(content)))
+            self._client.put_object(**self._named(key), Body=content, **digest)
 
     def put_new(self, key: str, content: bytes) -> bool:
+        abilities, digest = self.probe(), self._digest_of(content)
+        if not abilities.conditional:  # who looks into the store has said what that means
+            taken = self.head(key) is not None
+            if not taken:
+                self.put(key, content)
+            return not taken
         with self._plain_words(key):
             try:
-                self._client.put_object(
-                    **self._named(key), Body=content, ChecksumCRC32=_encode(crc32(content)), IfNoneMatch="*"
-                )
+                self._client.put_object(**self._named(key), Body=content, IfNoneMatch="*", **digest)
             except ClientError as error:
-                if _code(error) in {"PreconditionFailed", "412"}:
+                if _is_taken(error):
                     return False
                 raise
             return True
 
     def put_if(self, key: str, content: bytes, tag: str | None) -> str | None:
+        digest = self._digest_of(content)
         condition: _Condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         with self._plain_words(key):
             try:
-                answer = self._client.put_object(
-                    **self._named(key), **condition, Body=content, ChecksumCRC32=_encode(crc32(content))
-                )
+                answer = self._client.put_object(**self._named(key), **condition, Body=content, **digest)
             except ClientError as error:
-                gone = tag is not None and _code(error) in {"404", "NoSuchKey"}
-                if gone or _code(error) in {"PreconditionFailed", "412"}:
+                gone = tag is not None and code_of(error) in {"404", "NoSuchKey"}
+                if gone or code_of(error) in {"PreconditionFailed", "412"}:
                     return None
                 raise
             return answer["ETag"]
@@ -239,7 +276,7 @@ class S3Store:
             try:
                 answer = self._client.get_object(**self._named(key))
             except ClientError as error:
-                if _code(error) in {"404", "NoSuchKey"}:
+                if code_of(error) in {"404", "NoSuchKey"}:
                     return None
                 raise
             with closing(answer["Body"]) as body:
@@ -247,6 +284,41 @@ class S3Store:
         if len(content) > limit_bytes:
             raise OffsiteError(f"{self.address}/{key}: expected at most {limit_bytes} bytes, got more", final=True)
         return Version(content=content, tag=answer["ETag"])
+
+    def _digest_of(self, content: bytes) -> Mapping[str, Any]:
+        if self.probe().checksums is not Checksums.NONE:
+            return _with_crc32(crc32(content))
+        return {"ContentMD5": base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()}
+
+    def copy(self, source: str, key: str, shard: Shard) -> bool:
+        """The bytes do not come here: the server copies, in parts that it completes in time."""
+        kind = self.probe().checksums
+        origin = {"Bucket": self._bucket, "Key": self._named(source)["Key"]}
+        with self._plain_words(key):
+            parts = _plan_parts(shard, _COPY_CHUNKS)
+            if len(parts) == 1:
+                self._client.copy_object(**self._named(key), CopySource=origin)  # type: ignore[arg-type]  # as the stubs name it
+                return True
+            upload = self._begin_upload(key, kind)
+            try:
+                named = run_all(self._pool, partial(self._copy_part, upload, origin), parts)
+                self._finish(upload, kind, combine_chunks(shard.checksums, shard.size_bytes), named)
+            except ClientError:
+                self._client.abort_multipart_upload(**self._named(key), UploadId=upload.id)
+                raise
+            return True
+
+    def _copy_part(self, upload: _Upload, origin: Any, part: _Part) -> dict[str, Any]:  # noqa: ANN401  # the stubs' dict
+        answer = self._client.upload_part_copy(
+            **self._named(upload.key),
+            UploadId=upload.id,
+            PartNumber=part.number,
+            CopySource=origin,
+            CopySourceRange=f"bytes={part.offset}-{part.offset + part.size_bytes - 1}",
+        )
+        return {"PartNumber": part.number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+    # --------------------------------------------------------------------------------- get
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
         head = self.head(key)
@@ -262,9 +334,9 @@ class S3Store:
         if num_bytes == 0:
             return b""
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(_MAX_ATTEMPTS),
+            stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
             wait=tenacity.wait_random_exponential(max=5),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, _NO_ANSWER)),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, NO_ANSWER)),
             reraise=True,
         )
         with self._plain_words(key):
@@ -291,12 +363,33 @@ class S3Store:
     def head(self, key: str) -> Head | None:
         with self._plain_words(key):
             try:
-                found = self._client.head_object(**self._named(key), ChecksumMode="ENABLED")
+                found = self._ask_head(key)
             except ClientError as error:
-                if _code(error) in {"404", "NoSuchKey"}:
+                if code_of(error) in {"404", "NoSuchKey"}:
                     return None
-                raise
-            return Head(size_bytes=found["ContentLength"], crc32=_decode(found.get("ChecksumCRC32", "")))
+                self._client.get_object(**self._named(key), Range="bytes=0-0")["Body"].close()
+                raise  # else the read has raised: its answer has a body that says why
+            return Head(
+                size_bytes=found["ContentLength"],
+                crc32=_decode(found.get("ChecksumCRC32", "")),
+                parts_crc32=_decode_parts(found.get("ChecksumCRC32", "")),
+                md5=_plain_md5(found),
+                tag=found.get("ETag", ""),
+            )
+
+    def _ask_head(self, key: str) -> Mapping[str, Any]:
+        """Some servers refuse a request that asks for checksums (`x-amz-checksum-mode`)."""
+        if self._asks_checksums:
+            try:
+                return self._client.head_object(**self._named(key), ChecksumMode="ENABLED")
+            except ClientError as error:
+                if code_of(error) not in _UNABLE:
+                    raise
+        found = self._client.head_object(**self._named(key))
+        self._asks_checksums = False
+        return found
+
+    # ------------------------------------------------------------------------------ remove
 
     def delete(self, key: str) -> None:
         with self._plain_words(key):
@@ -316,38 +409,8 @@ class S3Store:
             raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    @contextmanager
-    def _plain_words(self, key: str) -> Iterator[None]:
-        where = f"{self.address}/{key}".rstrip("/")
-        try:
-            yield
-        except ClientError as error:
-            raise _refused(where, error) from error
-        except (NoCredentialsError, PartialCredentialsError) as error:
-            hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True) from error
-        except _NO_ANSWER as error:
-            hint = "check the certificate and offload.endpoint" if isinstance(error, SSLError) else ""
-            raise OffsiteError(f"{where}: no answer: {error}", hint=hint or _UNREACHABLE, final=False) from error
-        except BotoCoreError as error:
-            raise OffsiteError(f"{where}: {error}", hint="check offload in job.yaml", final=True) from error
-
-
-class _Pace:
-    """No more than so many bytes a second, all threads together."""
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._rate = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def take(self, num_bytes: int) -> None:
-        if not self._rate:
-            return
-        with self._lock:
-            start = max(self._free_at, time.monotonic())
-            self._free_at = start + num_bytes / self._rate
-        time.sleep(max(0.0, start - time.monotonic()))
+    def _plain_words(self, key: str) -> AbstractContextManager[None]:
+        return plain_words(f"{self.address}/{key}".rstrip("/"))
 
 
 class _Condition(TypedDict, total=False):
@@ -367,6 +430,10 @@ class _Part:
     num_chunks: int
     size_bytes: int
     crc32: int
+
+    @property
+    def offset(self) -> int:
+        return self.first * CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,11 +462,30 @@ def _part(shard: Shard, number: int, first: int, num_chunks: int) -> _Part:
     )
 
 
-def _is_same(there: Mapping[str, Any], part: _Part, body: bytes) -> bool:
+def _is_same(there: Mapping[str, Any], path: Path, part: _Part) -> bool:
     """Whether a part in the store is ours. Not every server tells the CRC32 of a part (SeaweedFS); all tell the MD5."""
     if there.get("ChecksumCRC32"):
         return bool(there["ChecksumCRC32"] == _encode(part.crc32))
-    return bool(there["ETag"].strip('"') == hashlib.md5(body, usedforsecurity=False).hexdigest())
+    return bool(there["ETag"].strip('"') == _md5(path, part).hex())
+
+
+def _md5(path: Path, part: _Part) -> bytes:
+    digest = hashlib.md5(usedforsecurity=False)
+    with closing(open_part(path, part.offset, part.size_bytes)) as body:
+        while block := body.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.digest()
+
+
+def _plain_md5(found: Mapping[str, Any]) -> str:
+    """The MD5 of an object that came in one piece and is not encrypted with a key of somebody's; else empty."""
+    tag = str(found.get("ETag", "")).strip('"')
+    sealed = found.get("SSECustomerAlgorithm") or str(found.get("ServerSideEncryption", "")).startswith("aws:kms")
+    return tag if len(tag) == 32 and "-" not in tag and not sealed else ""  # noqa: PLR2004  # hexadecimal digits
+
+
+def _with_crc32(checksum: int) -> dict[str, Any]:
+    return {"ChecksumCRC32": _encode(checksum)}
 
 
 def _encode(checksum: int) -> str:
@@ -412,13 +498,12 @@ def _decode(text: str) -> int | None:
     return int.from_bytes(raw, "big") if len(raw) == 4 else None  # noqa: PLR2004  # 32 bits
 
 
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+def _decode_parts(text: str) -> tuple[int, int] | None:
+    """(checksum of the parts' checksums, number of parts) of `…-3`; None if it is none."""
+    of_all, _, number = text.partition("-")
+    checksum = _decode(of_all)
+    return None if checksum is None or not number.isdecimal() else (checksum, int(number))
 
 
-def _refused(where: str, error: ClientError) -> OffsiteError:
-    code, said = _code(error), error.response.get("Error", {}).get("Message", "")
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
-    final = code in _HINTS or not passing
-    return OffsiteError(f"{where}: the store answered {status} {code}: {said}", hint=_HINTS.get(code, ""), final=final)
+def _is_taken(error: ClientError) -> bool:
+    return code_of(error) in {"PreconditionFailed", "412"}

@@ -13,10 +13,14 @@ Order, at any time:
 Every function may be killed at any moment and called again. Nothing in a store is trusted.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -27,7 +31,7 @@ from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, crc32, describe_file
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, in_parallel
+from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, agrees, in_parallel
 from vramfarm.protocol import (
     CHUNK_BYTES,
     MANIFEST,
@@ -43,6 +47,9 @@ Progress = Callable[[float, str], None]
 
 OUTCOME: Final = "outcome.json"
 _NUM_THREADS: Final = 8
+_NUM_SHARDS: Final = 4  # that are sent at once; their parts share the store's threads
+_NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
+_PAUSES_S: Final = (0.2, 0.8, 2.0)
 _READ_ATTEMPTS: Final = 3
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
@@ -143,25 +150,124 @@ def _expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
 # ----------------------------------------------------------------------------------- upload
 
 
-def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress: Progress) -> None:
+def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress: Progress) -> int:
     """
     Bring a committed checkpoint into the store; when this returns the store has confirmed all of it.
 
-    `damaged` means that the bytes here are not those of the manifest: nothing of that shard was
-    sent, and what to do about it is the caller's decision.
+    Returns how many bytes the store copied from a checkpoint that it had. `damaged` means that the
+    bytes here are not those of the manifest: nothing of that shard was sent, and what to do about
+    it is the caller's decision.
     """
-    manifest, source = directory.manifest(ref), directory.path(ref)
-    meter = Meter(manifest.size_bytes, progress)
-    for shard in manifest.shards:
-        key = _key(job, ref, shard)
-        if _differs(store, key, shard):
-            store.put_file(key, source / shard.path, shard, partial(meter.add, shard.path))
-            if problem := _differs(store, key, shard):
-                raise OffsiteError(f"{store.address}/{key}: stored, but {problem}", final=False)
-        else:
-            meter.add(shard.path, shard.size_bytes)
-    _expect_listed_now(store, job, manifest)
-    _put_manifest(store, job, manifest, (source / MANIFEST).read_bytes())
+    manifest = directory.manifest(ref)
+    sender = _Sender(store, job, manifest, directory.path(ref), Meter(manifest.size_bytes, progress))
+    sender.send()
+    _eventually(lambda: _not_listed(store, job, manifest))
+    _put_manifest(store, job, manifest, (directory.path(ref) / MANIFEST).read_bytes())
+    _eventually(lambda: _not_found(store, job, ref))
+    return sender.copied_bytes
+
+
+class _Sender:
+    """Brings the shards of one checkpoint into the store, several at once; content that is there is not sent again."""
+
+    def __init__(self, store: Store, job: str, manifest: Manifest, source: Path, meter: Meter) -> None:
+        self._store, self._job, self._manifest, self._source, self._meter = store, job, manifest, source, meter
+        self._there: dict[_Content, str] | None = None  # key of an object with this content
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self.copied_bytes = 0
+
+    def send(self) -> None:
+        first = {_content(shard): shard for shard in reversed(self._manifest.shards)}
+        again = [shard for shard in self._manifest.shards if first[_content(shard)] is not shard]
+        for shards in ([*first.values()], again):
+            self._send_all(sorted(shards, key=lambda shard: -shard.size_bytes))
+
+    def _send_all(self, shards: list[Shard]) -> None:
+        with suppress(_StoppedError):
+            in_parallel(self._send_one, shards, _NUM_SHARDS)
+        if self._error:
+            raise self._error
+
+    def _send_one(self, shard: Shard) -> None:
+        try:
+            self._bring(_key(self._job, self._manifest.ref, shard), shard)
+        except Exception as error:
+            self._error = self._error or error
+            raise _StoppedError from error
+
+    def _bring(self, key: str, shard: Shard) -> None:
+        if not _differs(self._store, key, shard):
+            self._sent(shard.path, shard.size_bytes)
+            return
+        if self._copy(key, shard):
+            self._sent(shard.path, shard.size_bytes)
+            return
+        self._store.put_file(key, self._source / shard.path, shard, partial(self._sent, shard.path))
+        _eventually(lambda: _not_kept(self._store, key, shard))
+        self._found()[_content(shard)] = key
+
+    def _sent(self, note: str, num_bytes: int) -> None:
+        if self._error:
+            raise _StoppedError  # the others stop after the part that they were at
+        self._meter.add(note, num_bytes)
+
+    def _copy(self, key: str, shard: Shard) -> bool:
+        """One chunk's checksum is too little to tell contents apart, and one chunk is soon sent."""
+        origin = self._found().get(_content(shard)) if len(shard.checksums) > 1 else None
+        if origin is None:
+            return False
+        try:
+            done = self._store.copy(origin, key, shard) and not _differs(self._store, key, shard)
+        except OffsiteError:
+            return False  # whatever it is: sending will say it, or do
+        with self._lock:
+            self.copied_bytes += shard.size_bytes if done else 0
+        return done
+
+    def _found(self) -> dict[_Content, str]:
+        """Contents of the whole checkpoints in the store, the newest last, by their manifests."""
+        with self._lock:
+            if self._there is None:
+                whole = survey(self._store, self._job).checkpoints[-_NUM_ORIGINS:]
+                manifests = [read_manifest(self._store, self._job, checkpoint.ref.name) for checkpoint in whole]
+                self._there = {_content(s): _key(self._job, m.ref, s) for m in manifests for s in m.shards}
+            return self._there
+
+
+class _StoppedError(Exception):
+    """One of several has failed, and has said why."""
+
+
+_Content = tuple[int, tuple[int, ...]]
+
+
+def _content(shard: Shard) -> _Content:
+    return shard.size_bytes, shard.checksums
+
+
+def _eventually(problem: Callable[[], OffsiteError | None]) -> None:
+    """Raise what is wrong, if it still is after a while: some stores show what they have taken only later."""
+    for pause_s in (*_PAUSES_S, None):
+        found = problem()
+        if found is None:
+            return
+        if pause_s is None:
+            raise found
+        time.sleep(pause_s)
+
+
+def _not_kept(store: Store, key: str, shard: Shard) -> OffsiteError | None:
+    problem = _differs(store, key, shard)
+    return OffsiteError(f"{store.address}/{key}: stored, but {problem}", final=False) if problem else None
+
+
+def _not_found(store: Store, job: str, ref: Ref) -> OffsiteError | None:
+    """Whoever lists the store from now on must find it."""
+    key = f"{job}/checkpoints/{ref.name}/{MANIFEST}"
+    if any(entry.key == key for entry in store.list(key)):
+        return None
+    return OffsiteError(f"{store.address}/{key}: stored, but the store does not list it", final=False)
 
 
 def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> None:
@@ -175,14 +281,15 @@ def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> Non
         )
 
 
-def _expect_listed_now(store: Store, job: str, manifest: Manifest) -> None:
+def _not_listed(store: Store, job: str, manifest: Manifest) -> OffsiteError | None:
     """Just before the manifest: what was confirmed long ago may have been removed since."""
     prefix = f"{job}/checkpoints/{manifest.ref.name}/"
     entries = {entry.key.removeprefix(prefix): entry for entry in store.list(prefix)}
     try:
         _expect_listed(manifest, entries)
     except ProtocolError as error:
-        raise OffsiteError(f"{store.address}/{prefix}: {error}", final=False) from None
+        return OffsiteError(f"{store.address}/{prefix}: {error}", final=False)
+    return None
 
 
 def _key(job: str, ref: Ref, shard: Shard) -> str:
@@ -191,12 +298,16 @@ def _key(job: str, ref: Ref, shard: Shard) -> str:
 
 def _differs(store: Store, key: str, shard: Shard) -> str:
     """How an object differs from a shard; empty if it is the same by size and checksum."""
-    expected, found = _expected_head(shard), store.head(key)
+    found = store.head(key)
     if found is None:
         return "it is not there"
-    if found.size_bytes == shard.size_bytes and found.crc32 is None:
-        return _read_back(store, key, shard)
-    return "" if found == expected else f"expected {_words(expected)}, got {_words(found)}"
+    match agrees(found, shard):
+        case None:
+            return _read_back(store, key, shard)
+        case False:
+            return f"expected {_words(_expected_head(shard))}, got {_words(found)}"
+        case True:
+            return ""
 
 
 def _read_back(store: Store, key: str, shard: Shard) -> str:
@@ -381,7 +492,8 @@ def publish(store: Store, job: str, files: Mapping[str, Path | bytes]) -> None:
 def _publish_file(store: Store, key: str, source: Path) -> None:
     """The file as it is now; a log may grow meanwhile."""
     shard = describe_file(source, source.name)
-    if store.head(key) == _expected_head(shard):
+    found = store.head(key)
+    if found is not None and agrees(found, shard):
         return
     if shard.size_bytes <= CHUNK_BYTES:
         store.put(key, source.read_bytes())

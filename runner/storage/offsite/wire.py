@@ -1,0 +1,258 @@
+"""
+What lies between the S3 store and the network: the client, its time limits, the pace at which
+bodies leave, and what the answers mean in plain words.
+
+Found with botocore: while a body is sent the *connect* time-out holds, and it holds for one
+`sendall`; a part that is handed over as bytes is one `sendall`, and on a slow line it never
+gets through. So bodies are handed over as files, and leave block by block.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    SSLError,
+)
+from botocore.exceptions import ConnectionError as BotoConnectionError
+
+from runner.job import OffloadPolicy
+from runner.storage.offsite.contract import OffsiteError
+
+if TYPE_CHECKING:  # stubs only, not installed with the runner
+    from mypy_boto3_s3 import S3Client
+
+MAX_ATTEMPTS: Final = 4
+NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError)
+TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
+_BLOCK_BYTES: Final = 256 << 10
+_LEAST_BLOCK_BYTES: Final = 16 << 10
+_LATE_S: Final = 0.25
+_BLOCKS_PER_S: Final = 50  # a paced body leaves in so many at least: no bursts
+
+_REGION_HINT: Final = "the bucket is in another region: set offload.region"
+_HINTS: Final[Mapping[str, str]] = {
+    "AccessDenied": "the key may not do this: check its rights and the bucket's policy (list, get, put, delete)",
+    "403": "wrong key, or one that may not do this: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and its rights",
+    "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID: this server does not know it",
+    "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY: it does not belong to this key",
+    "ExpiredToken": "the credentials have expired: get new ones, or ones that are renewed (an instance role)",
+    "TokenRefreshRequired": "the credentials have expired: get new ones, or ones that are renewed (an instance role)",
+    "InvalidToken": "check AWS_SESSION_TOKEN: it does not belong to this key",
+    "NoSuchBucket": "make the bucket, or correct offload.to",
+    "InvalidBucketName": "correct the bucket's name in offload.to",
+    "PermanentRedirect": _REGION_HINT,
+    "301": _REGION_HINT,
+    "AuthorizationHeaderMalformed": _REGION_HINT,
+    "IllegalLocationConstraintException": _REGION_HINT,
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl set-ntp true, or ntpdate)",
+    "AccountProblem": "the store's owner must settle the account",
+    "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",
+    "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
+}
+_UNREACHABLE: Final = "check offload.endpoint and the network; it is tried again"
+_DAMAGED: Final = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
+_PASSING: Final = _DAMAGED | {"RequestTimeout", "NoSuchUpload", "NoSuchKey"}
+_PASSING_STATUS: Final = frozenset({404, 408, 409, 412, 425, 429})
+_MAX_SAID: Final = 300
+
+
+def connect(
+    offload: OffloadPolicy, env: Mapping[str, str], *, num_connections: int, pace: Pace, timeouts_s: tuple[float, float]
+) -> S3Client:
+    """
+    A client with time limits and bounded retries.
+
+    Credentials come from `env`, else from where boto3 looks; those of an instance role or of STS are
+    renewed by botocore while the client lives.
+    """
+    endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    session = boto3.session.Session(
+        aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
+        aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
+        aws_session_token=env.get("AWS_SESSION_TOKEN"),
+        region_name=offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1",
+    )
+    config = Config(
+        connect_timeout=timeouts_s[0],
+        read_timeout=timeouts_s[1],
+        retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
+        max_pool_connections=num_connections,
+        tcp_keepalive=True,
+        s3={"addressing_style": _addressing(offload, endpoint)},
+        request_checksum_calculation="when_required",  # we send our own
+        response_checksum_validation="when_required",
+    )
+    try:
+        client = session.client("s3", endpoint_url=endpoint, config=config, verify=_own_ca(env))
+    except ValueError as error:
+        raise OffsiteError(f"offload.endpoint: {error}", hint="expected https://host", final=True) from error
+    client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
+    client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
+    return client
+
+
+def _damaged_on_its_way(response: Any, attempts: int, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
+    """Seconds to wait before a request is sent again that the server refused for its bytes; botocore takes that for our fault."""
+    code = response[1].get("Error", {}).get("Code") if response else None
+    return 0.2 * attempts if code in _DAMAGED and attempts < MAX_ATTEMPTS else None
+
+
+def _addressing(offload: OffloadPolicy, endpoint: str | None) -> Literal["auto", "path", "virtual"]:
+    """Every server but AWS understands the bucket in the path; AWS wants it in the host's name."""
+    if offload.addressing != "auto":
+        return offload.addressing
+    return "path" if endpoint else "auto"
+
+
+def _own_ca(env: Mapping[str, str]) -> str | None:
+    bundle = env.get("AWS_CA_BUNDLE") or None
+    if bundle and not Path(bundle).is_file():
+        raise OffsiteError(
+            f"AWS_CA_BUNDLE: expected a file of certificates, found none at {bundle}",
+            hint="in a container, mount it first",
+            final=True,
+        )
+    return bundle
+
+
+# ------------------------------------------------------------------------------------ bodies
+
+
+def _send_in_blocks(request: Any, pace: Pace) -> None:  # noqa: ANN401  # botocore's prepared request
+    """After it was signed, so that only what leaves is paced, not what is read for the signature."""
+    if request.body:
+        body = io.BytesIO(request.body) if isinstance(request.body, bytes | bytearray) else request.body
+        request.body = _Leaving(body, pace)
+
+
+class Pace:
+    """
+    No more than so many bytes a second, all threads together. What a busy machine kept from leaving
+    in time may follow, a quarter of a second's worth at most, so that the mean is kept as well.
+    """
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._rate = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at: float | None = None
+        at_rate = _BLOCK_BYTES if bytes_per_s is None else bytes_per_s // _BLOCKS_PER_S
+        self.block_bytes = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_rate))
+
+    def take(self, num_bytes: int) -> None:
+        """Returns when so many bytes may leave."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now - _LATE_S, now if self._free_at is None else self._free_at)
+            self._free_at = start + num_bytes / self._rate
+        time.sleep(max(0.0, start - now))
+
+
+class _Leaving:
+    """A body on its way out. Reads of any size give one block: http.client asks for 16 KiB, which costs."""
+
+    def __init__(self, body: Any, pace: Pace) -> None:  # noqa: ANN401  # anything that reads
+        self._body, self._pace = body, pace
+
+    def read(self, _: int = -1) -> bytes:
+        block: bytes = self._body.read(self._pace.block_bytes)
+        self._pace.take(len(block))
+        return block
+
+    def seek(self, offset: int) -> None:
+        """Botocore goes back to the start before it tries again."""
+        self._body.seek(offset)
+
+
+def open_part(path: Path, offset: int, size_bytes: int) -> IO[bytes]:
+    """Some bytes of a file, as a body."""
+    return cast("IO[bytes]", _FilePart(path, offset, size_bytes))
+
+
+class _FilePart:
+    """Read when they are needed, so that memory does not grow with them."""
+
+    def __init__(self, path: Path, offset: int, size_bytes: int) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._offset, self._size, self._at = offset, size_bytes, 0
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        left = self._size - self._at
+        block = os.pread(self._fd, left if num_bytes < 0 else min(num_bytes, left), self._offset + self._at)
+        if left and num_bytes and not block:
+            raise OSError(0, "the file has become shorter while it was sent")
+        self._at += len(block)
+        return block
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+# ------------------------------------------------------------------------------- plain words
+
+
+@contextmanager
+def plain_words(where: str) -> Iterator[None]:
+    """Whatever botocore raises, as an `OffsiteError` that says what to do."""
+    try:
+        yield
+    except ClientError as error:
+        raise _refused(where, error) from error
+    except (NoCredentialsError, PartialCredentialsError) as error:
+        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the server a role"
+        raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True) from error
+    except NO_ANSWER as error:
+        raise _unanswered(where, error) from error
+    except BotoCoreError as error:
+        raise OffsiteError(f"{where}: {error}", hint="check offload in job.yaml", final=True) from error
+
+
+def code_of(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _refused(where: str, error: ClientError) -> OffsiteError:
+    code, fields = code_of(error), error.response.get("Error", {})
+    answer = error.response.get("ResponseMetadata", {})
+    status = answer.get("HTTPStatusCode", 0)
+    said = " ".join(str(fields.get("Message", "")).split())[:_MAX_SAID]
+    passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
+    hint = _HINTS.get(code, "")
+    region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    if hint == _REGION_HINT and region:
+        hint = f"{hint} to {region}"
+    final = bool(hint) or not passing
+    return OffsiteError(f"{where}: the store answered {status} {code}: {said}", hint=hint, final=final)
+
+
+def _unanswered(where: str, error: Exception) -> OffsiteError:
+    untrusted = isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
+    if untrusted:
+        hint = "a server with a CA of its own: put the CA's certificate into a file, name it in AWS_CA_BUNDLE; is the clock right?"
+        return OffsiteError(f"{where}: its certificate is not trusted: {error}", hint=hint, final=True)
+    hint = "check offload.endpoint: is it https there, or http?" if isinstance(error, SSLError) else _UNREACHABLE
+    return OffsiteError(f"{where}: no answer: {error}", hint=hint, final=False)

@@ -1,0 +1,191 @@
+"""What a network and a store can do to a transfer: a real S3 server behind a proxy that breaks things."""
+
+import os
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from runner.job import OffloadPolicy
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.offsite import Abilities, Checksums, OffsiteError, transfer
+from runner.storage.offsite.s3 import S3Store
+from tests.faultproxy import FaultProxy
+from tests.s3server import BUCKET, S3Server
+from tests.storage.examples import commit
+from tests.storage.moving import contents, elsewhere, ignore, move
+from vramfarm.protocol import CHUNK_BYTES
+
+LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(1, 4)) + b"tail"
+SHARDS = {"large": LARGE, "small": b"small" * 100}
+ABLE = Abilities(checksums=Checksums.WHOLE, conditional=True)
+
+
+@pytest.fixture
+def proxy(s3server):
+    with FaultProxy(s3server.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def behind(proxy, s3_offload, s3server):
+    """The store as it is seen through the proxy, with small parts."""
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    return S3Store(offload, s3server.env, ABLE, part_chunks=1)
+
+
+def there_and_back(store, directory, tmp_path):
+    """Up, checked by the store's own word, and down to an empty disk."""
+    ref = commit(directory, shards=SHARDS).ref
+    transfer.upload(store, "job", directory, ref, ignore)
+    transfer.verify(store, "job", ref)
+    there = elsewhere(tmp_path)
+    transfer.restore(store, "job", ref, there, ignore)
+    return contents(directory, ref) == contents(there, ref)
+
+
+@pytest.mark.parametrize(
+    ("operation", "what"),
+    [
+        pytest.param("UploadPart", {"answer": (503, "SlowDown")}, id="a part is too much just now"),
+        pytest.param("UploadPart", {"answer": (500, "InternalError")}, id="a part meets a fault of the server"),
+        pytest.param("UploadPart", {"reset": True}, id="a part's connection is reset"),
+        pytest.param("UploadPart", {"cut_up": 1_000_000}, id="a part's body is cut"),
+        pytest.param("UploadPart", {"flip_up": 1_000_000}, id="a part's byte is flipped"),
+        pytest.param("UploadPart", {"lost": True}, id="a part's acknowledgement is lost"),
+        pytest.param("PutObject", {"answer": (503, "SlowDown")}, id="an object is too much just now"),
+        pytest.param("PutObject", {"lost": True}, id="an object's acknowledgement is lost, the manifest's too"),
+        pytest.param("CreateMultipartUpload", {"lost": True}, id="the beginning is lost"),
+        pytest.param("CompleteMultipartUpload", {"lost": True}, id="the completion is lost"),
+        pytest.param("CompleteMultipartUpload", {"answer": (500, "InternalError")}, id="the completion fails"),
+        pytest.param("HeadObject", {"answer": (503, "SlowDown")}, id="a question is too much just now"),
+        pytest.param("ListObjectsV2", {"reset": True}, id="a list's connection is reset"),
+        pytest.param("ListObjectsV2", {"cut_down": 100}, id="a list is cut"),
+        pytest.param("GetObject", {"answer": (500, "InternalError")}, id="a read meets a fault of the server"),
+        pytest.param("GetObject", {"cut_down": 50}, id="a read is cut"),
+        pytest.param("GetObject", {"end_early": 50}, id="a read ends early as if that were all"),
+    ],
+)
+def test_what_passes_is_survived(behind, proxy, directory, tmp_path, operation, what):  # noqa: PLR0917
+    """
+    Twice each, within one call: the transfer goes on, and every byte is right.
+    """
+    fault = proxy.add(operation=operation, times=2, **what)
+
+    assert there_and_back(behind, directory, tmp_path)
+    assert [operation] * 2 == fault.taken
+
+
+def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, tmp_path):
+    """
+    The client library hands it over without a word; our checksums do not.
+    """
+    ref = commit(directory, shards=SHARDS).ref
+    transfer.upload(behind, "job", directory, ref, ignore)
+    fault, there = proxy.add(operation="GetObject", flip=7, times=5), elsewhere(tmp_path)
+    with suppress(OffsiteError):  # five in a row may be more than is put up with: then it says so
+        transfer.restore(behind, "job", ref, there, ignore)
+    proxy.heal()
+    transfer.restore(behind, "job", ref, there, ignore)
+
+    assert contents(directory, ref) == contents(there, ref)
+    assert fault.taken
+
+
+@pytest.mark.parametrize("first", [".*", "UploadPart|GetObject|PutObject"], ids=["with a HEAD", "with a write"])
+@pytest.mark.parametrize(
+    ("answer", "cure"),
+    [
+        pytest.param((403, "AccessDenied"), "check its rights", id="forbidden"),
+        pytest.param((404, "NoSuchBucket"), "make the bucket", id="no bucket"),
+        pytest.param((400, "AuthorizationHeaderMalformed"), "set offload.region", id="another region"),
+        pytest.param((403, "RequestTimeTooSkewed"), "set it (timedatectl", id="clock"),
+        pytest.param((400, "ExpiredToken"), "get new ones", id="expired"),
+        pytest.param((403, "InvalidAccessKeyId"), "AWS_ACCESS_KEY_ID", id="unknown key"),
+        pytest.param((403, "QuotaExceeded"), "the store is full", id="full"),
+    ],
+)
+def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory, answer, cure, first):  # noqa: PLR0917
+    """
+    No trying again: a human must do something, and is told what, even where the answer to a HEAD has no words.
+    """
+    ref = commit(directory, shards=SHARDS).ref
+    fault = proxy.add(operation=first, answer=answer)
+
+    with pytest.raises(OffsiteError) as caught:
+        transfer.upload(behind, "job", directory, ref, ignore)
+
+    assert (True, True) == (caught.value.final, cure in caught.value.hint), caught.value
+    assert "\n" not in str(caught.value)
+    assert len(fault.taken) < 12  # the shards that were under way, a HEAD and a read each
+
+
+def test_a_store_that_goes_away_and_comes_back(tmp_path, directory):
+    """
+    Killed in the middle of an upload: an error that says to try again. Back: what had arrived is not sent again.
+    """
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        with FaultProxy(server.endpoint) as proxy:
+            offload = OffloadPolicy(to=f"s3://{BUCKET}/x", endpoint=proxy.endpoint, max_bandwidth=12_000_000)
+            store, ref = S3Store(offload, server.env, ABLE, part_chunks=1), commit(directory, shards=SHARDS).ref
+            proxy.add(operation="UploadPart", times=1, lost=True)  # one part has arrived for certain
+            killer = threading.Timer(1.2, server.stop)
+            killer.start()
+            with pytest.raises(OffsiteError) as caught:
+                transfer.upload(store, "job", directory, ref, ignore)
+            killer.join()
+            server.start()
+            transfer.upload(S3Store(offload, server.env, ABLE, part_chunks=1), "job", directory, ref, ignore)
+
+            assert not caught.value.final, caught.value
+            assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+    finally:
+        server.stop()
+
+
+def test_after_a_kill_only_what_is_missing_is_sent(proxy, s3_offload, s3server, directory):
+    """
+    kill -9 in the middle of an upload, in a process of its own; the line carries each part about once.
+    """
+    shards = {"large": os.urandom(8 * CHUNK_BYTES)}
+    ref = commit(directory, shards=shards).ref
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint, "max_bandwidth": 30_000_000})
+    move("upload", (offload, s3server.env), directory.root, ref, kill_after_s=1.0)
+    before = proxy.num_bytes_up
+
+    assert 0 == move("upload", (offload, s3server.env), directory.root, ref)
+    assert before > 2 * CHUNK_BYTES  # else nothing was killed
+    assert proxy.num_bytes_up - before < len(shards["large"]) - CHUNK_BYTES
+
+
+def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tmp_path):
+    """
+    A large part takes longer than the client waits for a connection.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    proxy.limit_up(3_000_000)
+    directory = CheckpointDir(tmp_path, Disk())
+    ref = commit(directory, shards={"large": os.urandom(2 * CHUNK_BYTES + 1)}).ref
+    transfer.upload(S3Store(offload, s3server.env, ABLE, timeouts_s=(2, 60)), "job", directory, ref, ignore)
+
+    assert proxy.num_bytes_up < 2.2 * CHUNK_BYTES
+
+
+def test_silence_is_noticed(proxy, s3_offload, s3server):
+    """
+    A server that takes a request and never answers costs a time limit, not the run.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store = S3Store(offload, s3server.env, ABLE, timeouts_s=(15, 1))
+    proxy.add(operation="ListObjectsV2", hang_s=60)
+    started = time.monotonic()
+
+    with pytest.raises(OffsiteError, match="no answer") as caught:
+        list(store.list("job/"))
+
+    assert not caught.value.final
+    assert time.monotonic() - started < 40

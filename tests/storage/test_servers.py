@@ -1,0 +1,354 @@
+"""Servers that can do less than AWS, or want to be spoken to in another way; and what a transfer costs the machine."""
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from zlib import crc32
+
+import pytest
+
+from runner.job import OffloadPolicy
+from runner.storage.checksums import describe_file, is_sum_of_parts
+from runner.storage.disk import Disk
+from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_store, transfer
+from runner.storage.offsite.contract import Head
+from runner.storage.offsite.file import FileStore
+from runner.storage.offsite.s3 import S3Store
+from tests.faultproxy import FaultProxy
+from tests.storage.examples import commit, fill
+from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
+from vramfarm.protocol import CHUNK_BYTES
+
+LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(1, 4)) + b"tail"
+CHECKSUM_HEADERS = ("x-amz-checksum-crc32", "x-amz-checksum-algorithm", "x-amz-checksum-mode", "x-amz-checksum-type")
+
+
+@pytest.fixture
+def proxy(s3server):
+    with FaultProxy(s3server.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize(
+    ("refused", "hidden", "expected"),
+    [
+        pytest.param((), (), Abilities(checksums=Checksums.WHOLE, conditional=True), id="all that AWS does"),
+        pytest.param(
+            ("x-amz-checksum-type",), (), Abilities(checksums=Checksums.PARTS, conditional=True), id="sums of parts"
+        ),
+        pytest.param(
+            CHECKSUM_HEADERS, (), Abilities(checksums=Checksums.NONE, conditional=True), id="refuses checksums"
+        ),
+        pytest.param(
+            (), CHECKSUM_HEADERS[:1], Abilities(checksums=Checksums.NONE, conditional=True), id="forgets checksums"
+        ),
+        pytest.param(
+            ("if-none-match",), (), Abilities(checksums=Checksums.WHOLE, conditional=False), id="no conditions"
+        ),
+    ],
+)
+def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
+    proxy, s3_offload, s3server, directory, tmp_path, refused, hidden, expected
+):
+    """
+    What it can do is tried out once, and every byte is compared all the same: by its word, or by reading back.
+    """
+    proxy.refused_headers, proxy.without_headers = refused, hidden
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store = S3Store(offload, s3server.env, part_chunks=1)
+    found = store.probe()
+    ref = commit(directory, shards={"large": LARGE, "small": b"small", "empty": b""}).ref
+    transfer.upload(store, "job", directory, ref, ignore)
+    transfer.verify(store, "job", ref)
+    there = elsewhere(tmp_path)
+    transfer.restore(store, "job", ref, there, ignore)
+    store.put(f"job/checkpoints/{ref.name}/small", b"smell")
+    with pytest.raises(OffsiteError, match="small"):
+        transfer.verify(store, "job", ref)
+
+    assert expected == found
+    assert contents(directory, ref) == contents(there, ref)
+    assert [] == [entry.key for entry in store.list(".probe")]  # it leaves nothing behind
+
+
+@pytest.mark.parametrize(("num_chunks", "step"), [(1, 1), (3, 1), (4, 2), (7, 2), (10, 3), (33, 32)])
+def test_a_sum_of_parts_is_known_however_evenly_they_were_cut(num_chunks, step):
+    """
+    Another version of ours, or another program, may have made larger parts.
+    """
+    chunks = [bytes([n]) * CHUNK_BYTES for n in range(num_chunks - 1)] + [b"tail"]
+    parts = [b"".join(chunks[at : at + step]) for at in range(0, num_chunks, step)]
+    of_parts = crc32(b"".join(crc32(part).to_bytes(4, "big") for part in parts))
+    size, checksums = sum(map(len, chunks)), [crc32(chunk) for chunk in chunks]
+
+    assert is_sum_of_parts(of_parts, len(parts), checksums, size)
+    assert not is_sum_of_parts(of_parts ^ 1, len(parts), checksums, size)
+    assert not is_sum_of_parts(of_parts, num_chunks + 1, checksums, size)
+
+
+@pytest.mark.parametrize(
+    ("addressing", "endpoint", "address"),
+    [
+        ("auto", None, "https://bucket.s3.amazonaws.com/x/key"),
+        ("auto", "https://example.org", "https://example.org/bucket/x/key"),
+        ("virtual", "https://example.org", "https://bucket.example.org/x/key"),
+    ],
+)
+def test_where_the_bucket_is_named(addressing, endpoint, address):
+    """
+    In the path for servers of their own, in the host's name for AWS, or as the job says.
+    """
+    offload = OffloadPolicy(to="s3://bucket/x", endpoint=endpoint, addressing=addressing)
+    store = S3Store(offload, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"})
+    url = store._client.generate_presigned_url("get_object", Params=store._named("key"))
+
+    assert address == url.partition("?")[0]
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """Of a server on this machine, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on this machine")
+    folder = tmp_path_factory.mktemp("tls")
+    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+    made = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *made],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return folder
+
+
+def test_a_server_with_a_ca_of_its_own(s3_offload, s3server, certificate):
+    """
+    Trusted when AWS_CA_BUNDLE names it; else the message says that, at once.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    with FaultProxy(s3server.endpoint, tls=context) as proxy:
+        offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+        stranger = S3Store(offload, s3server.env)
+        with pytest.raises(OffsiteError) as caught:
+            list(stranger.list("job/"))
+        store = S3Store(offload, {**s3server.env, "AWS_CA_BUNDLE": str(certificate / "cert.pem")})
+        store.put("job/x", b"x")
+
+        assert (True, True) == (caught.value.final, "AWS_CA_BUNDLE" in caught.value.hint)
+        assert b"x" == store.get("job/x")
+
+
+def test_a_ca_that_is_not_there_is_said(s3_offload, s3server):
+    """
+    The library would only say so with the first request, in words of its own.
+    """
+    with pytest.raises(OffsiteError, match="expected a file of certificates, found none at /no/ca") as caught:
+        S3Store(s3_offload, {**s3server.env, "AWS_CA_BUNDLE": "/no/ca"})
+
+    assert caught.value.final
+
+
+class _Role(BaseHTTPRequestHandler):
+    """Gives out credentials that are about to expire, as an instance role does."""
+
+    def do_GET(self):
+        self.server.num_given += 1
+        soon = datetime.now(UTC) + timedelta(seconds=self.server.valid_s)
+        fields = {
+            "AccessKeyId": self.server.key[0],
+            "SecretAccessKey": self.server.key[1],
+            "Token": "",
+            "Expiration": soon.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        body = json.dumps(fields).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Not into the test's output."""
+
+
+@pytest.fixture
+def role(s3server, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Role) as server:
+        server.num_given, server.valid_s = 0, 300
+        server.key = s3server.env["AWS_ACCESS_KEY_ID"], s3server.env["AWS_SECRET_ACCESS_KEY"]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/")
+        yield server
+        server.shutdown()
+
+
+def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3_offload, directory):
+    """
+    A client that kept those of its first minute would fail in the sixth hour.
+    """
+    store = S3Store(s3_offload, {}, part_chunks=1)
+    store.probe()
+    before = role.num_given
+    ref = commit(directory, shards={"large": LARGE}).ref
+    transfer.upload(store, "job", directory, ref, ignore)
+
+    assert role.num_given > before >= 1
+    assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+
+
+# ------------------------------------------------------------------------------------- consistency
+
+
+class LateStore(FileStore):
+    """A folder that shows what it has taken only after a while, as some stores do."""
+
+    def __init__(self, root, lag_s):
+        super().__init__(root, Disk())
+        self._lag_s = lag_s
+
+    def _is_shown(self, entry):
+        return (datetime.now(UTC) - entry.modified_at).total_seconds() > self._lag_s
+
+    def list(self, prefix):
+        return (entry for entry in super().list(prefix) if self._is_shown(entry))
+
+    def head(self, key):
+        found = next((entry for entry in super().list(key) if entry.key == key), None)
+        return Head(size_bytes=found.size_bytes, crc32=None) if found and self._is_shown(found) else None
+
+
+def test_a_store_that_is_late_is_waited_for(directory, tmp_path):
+    """
+    An upload has ended when whoever lists the store finds the checkpoint.
+    """
+    store, ref = LateStore(tmp_path / "store", 0.5), commit(directory).ref
+    transfer.upload(store, "job", directory, ref, ignore)
+    found = transfer.survey(store, "job").checkpoints
+    there = elsewhere(tmp_path)
+    transfer.restore(store, "job", ref, there, ignore)
+
+    assert [ref] == [checkpoint.ref for checkpoint in found]
+    assert contents(directory, ref) == contents(there, ref)
+
+
+def test_a_store_that_is_too_late_is_an_error_that_passes(directory, tmp_path):
+    """
+    It is said what it does not show, nothing is taken for safe, and a later try ends well.
+    """
+    store, ref = LateStore(tmp_path / "store", 3600), commit(directory).ref
+
+    with pytest.raises(OffsiteError, match="stored, but it is not there") as caught:
+        transfer.upload(store, "job", directory, ref, ignore)
+    store._lag_s = 0
+    transfer.upload(store, "job", directory, ref, ignore)
+
+    assert not caught.value.final
+    assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+
+
+# ------------------------------------------------------------------------- content that is there
+
+
+FROZEN = {"frozen": LARGE, "adapter": b"adapter" * 1000}
+
+
+def test_content_that_the_store_has_is_not_sent_again(proxy, s3_offload, s3server, directory):
+    """
+    The frozen weights of a fine-tuning are the same in each checkpoint: the server copies them.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store, told = open_store(offload, s3server.env), []
+    transfer.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
+    before = proxy.num_bytes_up
+    second = commit(directory, 200, shards=FROZEN | {"adapter": b"changed"}).ref
+    copied = transfer.upload(store, "job", directory, second, lambda fraction, _: told.append(fraction))
+    transfer.tidy(store, "job", keep_last=1)
+
+    assert (len(LARGE), 1.0) == (copied, told[-1])
+    assert proxy.num_bytes_up - before < 100_000
+    assert [200] == [checkpoint.ref.step for checkpoint in transfer.survey(store, "job").checkpoints]
+    transfer.verify(store, "job", second)
+
+
+def test_the_same_shard_twice_is_sent_once(proxy, s3_offload, s3server, directory):
+    """
+    Within one checkpoint, too.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store = open_store(offload, s3server.env)
+    ref = commit(directory, shards={"a": LARGE, "b": LARGE, "c": LARGE}).ref
+    copied = transfer.upload(store, "job", directory, ref, ignore)
+
+    assert 2 * len(LARGE) == copied
+    assert proxy.num_bytes_up < 1.1 * len(LARGE)
+    transfer.verify(store, "job", ref)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"operation": "CopyObject|UploadPartCopy", "answer": (501, "NotImplemented")}, id="cannot copy"),
+        pytest.param({"operation": "CopyObject|UploadPartCopy", "answer": (403, "AccessDenied")}, id="may not copy"),
+    ],
+)
+def test_a_server_that_does_not_copy_gets_the_bytes(proxy, s3_offload, s3server, directory, fault):
+    """
+    To copy is to spare the line, nothing more.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store = open_store(offload, s3server.env)
+    transfer.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
+    proxy.add(**fault)
+    second = commit(directory, 200, shards=FROZEN).ref
+
+    assert 0 == transfer.upload(store, "job", directory, second, ignore)
+    transfer.verify(store, "job", second)
+
+
+def test_in_a_folder_the_same_bytes_have_two_names(directory, tmp_path):
+    """
+    No second copy on the disk; and what a killed copy leaves is never written into.
+    """
+    store = FileStore(tmp_path / "store", Disk())
+    first = commit(directory, 100, shards=FROZEN).ref
+    transfer.upload(store, "job", directory, first, ignore)
+    origin = tmp_path / "store" / "job" / "checkpoints" / first.name / "frozen"
+    second = commit(directory, 200, shards=FROZEN).ref
+    place = origin.parent.parent / second.name
+    place.mkdir()
+    (place / "frozen.unfinished").hardlink_to(origin)  # as a kill leaves it
+    copied = transfer.upload(store, "job", directory, second, ignore)
+    changed = commit(directory, 300, shards=FROZEN | {"frozen": LARGE[::-1]}).ref
+    (origin.parent.parent / changed.name).mkdir()
+    (origin.parent.parent / changed.name / "frozen.unfinished").hardlink_to(origin)
+    transfer.upload(store, "job", directory, changed, ignore)
+
+    assert len(LARGE) == copied
+    assert origin.samefile(place / "frozen")
+    for ref in (first, second, changed):
+        transfer.verify(store, "job", ref)
+
+
+# -------------------------------------------------------------------------------------------- cost
+
+
+def test_memory_does_not_grow_with_the_shard(s3_offload, s3server, directory, tmp_path):
+    """
+    A quarter of a GiB in one file, up and down, each by a process of at most 200 MB.
+    """
+    temporary = directory.root / ".tmp-large"
+    manifest = fill(temporary, shards={"large": b""})
+    with (temporary / "large").open("wb") as file:
+        file.truncate(32 * CHUNK_BYTES)
+    manifest = replace(manifest, shards=(describe_file(temporary / "large", "large"),))
+    directory.adopt(temporary, manifest)
+    where = (s3_offload, s3server.env)
+
+    assert peak_bytes("upload", where, directory.root, manifest.ref) < 200_000_000
+    assert peak_bytes("restore", where, elsewhere(tmp_path).root, manifest.ref) < 200_000_000
