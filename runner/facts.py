@@ -188,6 +188,7 @@ class TaskKind(StrEnum):
     PREFLIGHT = "preflight"  # look at the machine before the job: cards, links, memory, disk, store, software, money
     NOTIFY = "notify"  # tells a person
     VERIFY = "verify"  # compare one checkpoint in the store with its manifest, byte counts and checksums
+    EVIDENCE = "evidence"  # look at the processes of an attempt that hangs, before they are killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +285,70 @@ class Lease:
     trouble: str = ""
 
 
+# ------------------------------------------------------------------------------------ hangs
+
+
+class Stage(StrEnum):
+    """What training is doing, as far as limits differ by it."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+    ENDING = "ending"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPulse:
+    """One rank, looked at once. Sums are of it and its descendants, and only grow."""
+
+    rank: int
+    pid: int
+    state: str  # of the rank's own process, as in /proc: R, S, D, T
+    step: int = 0  # 0 where it tells none
+    beat_s: float = 0.0  # when it made that step
+    cpu_s: float = 0.0
+    io_bytes: int = 0  # read and written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardPulse:
+    """One card, as nvidia-smi says; None where it does not."""
+
+    index: int
+    use_percent: float | None = None
+    power_w: float | None = None
+    limit_w: float | None = None
+    throttled: tuple[str, ...] = ()  # why its clocks are held down, if they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """Signs of life of an attempt, taken at once but for `cards`, which are asked for more rarely."""
+
+    at_s: float  # monotonic
+    stage: Stage = Stage.STARTING
+    ranks: tuple[RankPulse, ...] = ()
+    cards: tuple[CardPulse, ...] = ()
+    log_bytes: int = 0
+    progress: str = ""  # the last line of progress, of scripts that do not use the library
+    question: str = ""  # a last line without an end that asks something
+    received_bytes: int = 0  # by this machine's network
+    saver_bytes: int = 0  # written by the saver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """No progress for longer than is explained. `rank` is None if that cannot be told from outside."""
+
+    rank: int | None
+    stage: Stage
+    step: int
+    waited_s: float
+    limit_s: float
+    reason: str
+
+
 # ---------------------------------------------------------------------------------- server
 
 
@@ -347,6 +412,8 @@ class Observed:
     end: EndRecord | None = None  # of the last attempt, as its saver recorded it
     diagnosis: Diagnosis | None = None  # of the last attempt, when it ended badly
     progress: Progress = Progress()
+    hang: Hang | None = None  # of the live attempt
+    straggler: str = ""  # which rank holds the others up, and why
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
     trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()

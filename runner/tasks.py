@@ -36,6 +36,7 @@ from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import Abilities, Checksums, OffsiteError, Store, open_store, transfer
+from runner.supervise import autopsy
 from runner.supervise.source import bring
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
@@ -47,6 +48,7 @@ Source = GitSource | PathSource | ArchiveSource | None
 _SOURCE: TypeAdapter[Source] = TypeAdapter(Source)
 _PIECE_BYTES: Final = 8 << 20
 _LEDGER: Final = "ledger.json"
+_TREES: Final = ("logs", "evidence")
 _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOG_SOON_BYTES: Final = 4 << 20  # while the attempt runs: the whole comes when it is over
 _SAY_EVERY_S: Final = 0.5
@@ -309,6 +311,13 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     return {"summary": f"{number} files"}
 
 
+def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    progress(0.0, "looking")
+    scene = arguments["scene"]
+    paths = {name: Path(scene[name]) for name in ("logs", "folder")}
+    return {"summary": autopsy.collect(autopsy.Scene(**{**scene, **paths}))}
+
+
 TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {
     TaskKind.SETUP: setup,
     TaskKind.PREFLIGHT: preflight,
@@ -321,6 +330,7 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
     TaskKind.TIDY: tidy,
     TaskKind.VERIFY: verify,
     TaskKind.LEASE: lease,
+    TaskKind.EVIDENCE: evidence,
 }
 
 
@@ -393,7 +403,8 @@ def _write_ledger(store: Store, arguments: Arguments) -> int:
 def _logs(run_dir: Path, arguments: Arguments, limit_bytes: int, number: int) -> dict[str, Path | bytes]:
     """Logs of this machine's attempts, the end of those that are too large; those of tasks by machine."""
     files: dict[str, Path | bytes] = {}
-    attempts = [run_dir / "logs" / f"attempt-{attempt['number']:04d}" for attempt in arguments["machine"]["attempts"]]
+    names = [f"attempt-{attempt['number']:04d}" for attempt in arguments["machine"]["attempts"]]
+    attempts = [run_dir / tree / name for name in names for tree in _TREES]
     for folder in (*attempts, run_dir / "logs" / "tasks"):
         for path in sorted(folder.rglob("*")):
             if not path.is_file() or path.is_symlink():

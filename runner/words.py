@@ -163,6 +163,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"restore {name} from the store: this disk does not have it"
         case Begin(kind=TaskKind.VERIFY, subject=name):
             return f"verify {name} in the store: sizes and checksums, as the store reports them"
+        case Begin(kind=TaskKind.EVIDENCE, subject=name):
+            return f"{name} makes no progress and nothing explains it: its processes are looked at before it is killed"
         case Begin():
             return ""  # quick, and again and again: their ends are told
         case Join(earlier=earlier):
@@ -332,6 +334,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911  # one
             return f"the code is in place: {summary}"
         case TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
             return ""
+        case TaskKind.EVIDENCE:
+            return f"evidence/{state.subject} has what was seen of it: {summary}"
 
 
 def still_running(seen: Observed, *, longer_than: timedelta) -> Iterator[str]:
@@ -393,6 +397,8 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "loss": seen.progress.loss,
         "steps_per_s": seen.progress.steps_per_s,
         "eta_s": eta_s(seen),
+        "hang": seen.hang.reason if seen.hang else None,
+        "straggler": seen.straggler or None,
         "attempt": history.attempts[-1].number if history.attempts else 0,
         "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
         "last_failure": _last_failure(history),

@@ -14,10 +14,11 @@ import shutil
 import socket
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +37,7 @@ from runner.facts import (
     Failed,
     Finding,
     Finished,
+    Hang,
     History,
     Lease,
     LeaseState,
@@ -51,9 +53,10 @@ from runner.facts import (
     TaskKind,
     TaskState,
 )
-from runner.job import Job
+from runner.job import HangPolicy, Job
 from runner.policy import ledger
 from runner.policy.batch import accumulation
+from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
 from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import Wait
 from runner.policy.limits import ends
@@ -64,15 +67,19 @@ from runner.storage.disk import Disk, write_durable
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
+from runner.supervise.autopsy import HANG_FILE
+from runner.supervise.cards import Cards
 from runner.supervise.page import ProgressReader
+from runner.supervise.pulse import PulseReader
 from runner.supervise.saves import are_written
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from runner.supervise.triage import first_error
 from runner.supervise.trim import stored_bytes, trim
-from vramfarm.protocol import DAMAGED, Ref, Word
+from vramfarm.protocol import DAMAGED, ControlPage, Ref, Word
 
 TICK_S: Final = 0.5
+_SUSPICIOUS_S: Final = 30.0
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
@@ -120,6 +127,9 @@ class RunFolder:
     def attempt(self, number: int) -> Path:
         return self.root / "logs" / f"attempt-{number:04d}"
 
+    def evidence(self, number: int) -> Path:
+        return self.root / "evidence" / f"attempt-{number:04d}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -144,7 +154,7 @@ class Setting:
 class RealWorld:
     """`loop.World`, on real files and processes."""
 
-    def __init__(self, setting: Setting, folder: RunFolder, disk: Disk) -> None:
+    def __init__(self, setting: Setting, folder: RunFolder, disk: Disk, patience: Patience = Patience()) -> None:  # noqa: B008  # frozen
         self._setting, self._job, self._folder = setting, setting.job, folder
         self.checkpoints = CheckpointDir(Path(self._job.checkpoint.dir), disk)
         self.checkpoints.sweep()
@@ -157,7 +167,7 @@ class RealWorld:
         self._logs = _Logs(folder.root / "logs")
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
-        self._sight = _AttemptSight(folder)
+        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder))
         self._saves = _Saves(self._job, setting.num_procs)
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
@@ -317,6 +327,7 @@ class RealWorld:
     def _arguments(self, subject: str) -> dict[str, Any]:
         setting = self._setting
         return {
+            "scene": self._scene(),
             "subject": subject,
             "job": setting.job.name,
             "run_dir": str(self._folder.root),
@@ -380,6 +391,21 @@ class RealWorld:
 
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
+
+    def _scene(self) -> dict[str, Any] | None:
+        """Of the attempt that hangs, for the task that looks at it."""
+        attempt, hang = self._sight.attempt, self._sight.hang
+        if attempt is None or hang is None:
+            return None
+        control = pages.find_path(self._folder.root, attempt.id)
+        return {
+            "attempt_id": attempt.id,
+            "logs": str(self._folder.attempt(attempt.number)),
+            "folder": str(self._folder.evidence(attempt.number)),
+            "pipes": pages.pipes_beside(control) if control else "",
+            "python": self._setting.python,
+            "hang": asdict(hang),
+        }
 
     def discard(self, name: str) -> None:
         self.checkpoints.discard(name)
@@ -448,9 +474,16 @@ class RealWorld:
     def interrupt(self) -> None:
         self._sight.interrupt()
 
-    def kill(self, *, savers: bool) -> None:
-        if self._sight.attempt:
-            attempts.kill(self._sight.attempt.id, savers=savers)
+    def kill(self, *, savers: bool, hung: bool) -> None:
+        attempt = self._sight.attempt
+        if attempt is None:
+            return
+        if hung:
+            logs = self._folder.attempt(attempt.number)
+            with suppress(OSError):  # a full disk: then triage goes by what the logs say
+                shutil.copyfile(self._folder.evidence(attempt.number) / HANG_FILE, logs / HANG_FILE)
+            attempts.abort(attempt.id, self._sight.ranks, folder=logs, evidence=self._folder.evidence(attempt.number))
+        attempts.kill(attempt.id, savers=savers)
 
     def forget(self, attempt: Attempt) -> None:
         """The attempt is over and journaled: its page can go."""
@@ -473,8 +506,9 @@ class RealWorld:
 class _AttemptSight:
     """What can be seen of the attempt that runs, or has just ended."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, hangs: _HangWatch) -> None:
         self._folder = folder
+        self._hangs = hangs
         self.attempt: Attempt | None = None
         self._reader: ProgressReader | None = None
         self._progress = Progress()
@@ -499,6 +533,9 @@ class _AttemptSight:
         seen_exit = exit_ if live is None or is_known else None
         self._exit_seen_at = (self._exit_seen_at or seen.now) if seen_exit else None
         self._gone_at = (self._gone_at or seen.now) if live and not live.trainers else None
+        trains = live is not None and live.trainers and seen_exit is None and self._leave_sent_at is None
+        page = self._reader.page if self._reader else None
+        hang = self._hangs.look(attempt, live, page, self._save_s) if trains and live else None
         return replace(
             seen,
             live=live,
@@ -507,6 +544,7 @@ class _AttemptSight:
             end=attempts.read_end(folder),
             diagnosis=self._diagnose(folder, exit_) if live is None else None,
             progress=self._progress,
+            hang=hang,
             leave_sent_at=self._leave_sent_at,
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
@@ -560,7 +598,49 @@ class _AttemptSight:
         return {"number": self.attempt.number, "lineage": self.attempt.lineage} if self.attempt else {}
 
     def forget(self) -> None:
-        self.__init__(self._folder)  # type: ignore[misc]  # as new
+        self._hangs.forget()
+        self.__init__(self._folder, self._hangs)  # type: ignore[misc]  # as new
+
+    @property
+    def hang(self) -> Hang | None:
+        return self._hangs.hang
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._hangs.ranks
+
+
+class _HangWatch:
+    """Looks for signs of life every few seconds, and has them judged."""
+
+    def __init__(self, policy: HangPolicy, patience: Patience, folder: RunFolder) -> None:
+        self._policy, self._patience, self._folder = policy, patience, folder
+        self._cards = Cards()
+        self.forget()
+
+    def forget(self) -> None:
+        self._reader: PulseReader | None = None
+        self._watch = Watch()
+        self._next_s = 0.0
+        self.hang: Hang | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank.pid for rank in self._watch.last.ranks) if self._watch.last else ()
+
+    def look(self, attempt: Attempt, live: Live, page: ControlPage | None, last_save_s: float) -> Hang | None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return self.hang
+        if self._reader is None:
+            self._reader = PulseReader(self._folder.attempt(attempt.number), self._cards)
+        limit = limit_s(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        since = self._watch.clock_s - self._watch.moved_s
+        pulse = self._reader.read(live, page, closely=since >= max(limit / 2, _SUSPICIOUS_S))
+        self._watch = watch(self._watch, pulse, self._patience)
+        self.hang = judge(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        self._next_s = now_s + look_every_s(self._policy)
+        return self.hang
 
 
 class _Saves:

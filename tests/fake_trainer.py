@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,29 @@ def content(rank, step, num_bytes):
     return len(header).to_bytes(8, "little") + header + (pattern * (num_bytes // 32 + 1))[:num_bytes]
 
 
+def stop_myself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def ask():
+    print("Overwrite the output folder? [y/N] ", end="", flush=True)
+    os.read(os.pipe()[0], 1)
+
+
+def look_busy():
+    """An evaluation: no step, no word, but work."""
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        sum(range(10_000))
+
+
+HANGS = {
+    "sleep": lambda: None,
+    "stop": stop_myself,
+    "ask": ask,
+}
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
@@ -47,9 +71,12 @@ def parse_arguments():
         default=0,
         help="make no more steps after this one, in the first --crash-attempts attempts",
     )
+    parser.add_argument("--hang", choices=HANGS, default="sleep", help="in which way")
+    parser.add_argument("--hang-rank", type=int, help="only this one; without it all of them")
     parser.add_argument(
         "--copy-time", type=float, default=0, help="training goes on while a save is copied for so long"
     )
+    parser.add_argument("--busy-at", type=int, default=0, help="compute something else for 8 s after this step")
     parser.add_argument("--fail-before-attach", action="store_true")
     return parser.parse_args()
 
@@ -115,9 +142,13 @@ class Trainer:
         return 0 if ended is Ended.DONE else 1
 
     def misbehave(self, step):
+        if step == self.arguments.busy_at:
+            look_busy()
         if self.crashes and step == self.arguments.crash_at:
             print(f"rank {self.rank}: RuntimeError: crashed on purpose at step {step}", file=sys.stderr, flush=True)
             os._exit(13)
+        if self.crashes and step == self.arguments.hang_at and self.arguments.hang_rank in {None, self.rank}:
+            HANGS[self.arguments.hang]()
         while self.crashes and step == self.arguments.hang_at:
             time.sleep(0.1)
 

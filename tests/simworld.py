@@ -291,8 +291,8 @@ class SimWorld:
     def interrupt(self) -> None:
         self.leave_sent_at = self.elsewhere.now
 
-    def kill(self, *, savers: bool) -> None:
-        del savers
+    def kill(self, *, savers: bool, hung: bool) -> None:
+        del savers, hung
         self.step, self.exit = None, Exit(code=-9)
 
     def forget(self, attempt: Attempt) -> None:

@@ -12,6 +12,7 @@ from runner.facts import (
     Exit,
     Failed,
     Finished,
+    Hang,
     History,
     LeaseState,
     Live,
@@ -33,6 +34,7 @@ from vramfarm.protocol import Ref
 STRAGGLER = timedelta(seconds=2)  # what an ended launcher's children get before they are killed
 PREFLIGHT_PATIENCE = timedelta(minutes=3)  # a check that hangs must not keep a job from starting
 MACHINE, CODE = "machine", "code"  # the two parts of preflight: the second waits for the set-up
+EVIDENCE_PATIENCE = timedelta(seconds=90)  # looking at what hangs may hang, too
 STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
 EXIT_CODES = {
     Outcome.SUCCEEDED: 0,
@@ -138,6 +140,7 @@ class Kill:
 
     reason: str
     savers: bool = False
+    hung: bool = False  # it is to print its stacks, and triage is to know
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,8 @@ def _while_live(job: Job, history: History, seen: Observed, live: Live) -> Actio
     reason = _why_leave(history, seen)
     if reason:
         return _make_it_leave(job, seen, reason) or _keep_house(job, history, seen) or Wait()
+    if seen.hang is not None:
+        return _end_hung(history, seen, seen.hang) or _keep_house(job, history, seen) or Wait()
     return _keep_house(job, history, seen) or Wait(limit_at(history, seen))
 
 
@@ -244,6 +249,19 @@ def _end_stragglers(seen: Observed) -> Action:
     if seen.now >= since + STRAGGLER:
         return Kill("the launcher ended, these did not")
     return Wait(since + STRAGGLER)
+
+
+def _end_hung(history: History, seen: Observed, hang: Hang) -> Action | None:
+    """First what can be seen of it is written down, since a kill takes it away."""
+    subject = f"attempt-{history.attempts[-1].number:04d}"
+    match seen.tasks.get(TaskKind.EVIDENCE):
+        case Running(started_at=started) if seen.now < started + EVIDENCE_PATIENCE:
+            return None
+        case Running():
+            pass
+        case state if state is None or state.subject != subject:
+            return Begin(TaskKind.EVIDENCE, subject)
+    return Kill(f"it hangs: {hang.reason}", hung=True)
 
 
 def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:

@@ -200,7 +200,9 @@ def _is_same_step(one: Attempt, other: Attempt) -> bool:
 
 
 def _may_be_chance(found: Diagnosis) -> bool:
-    return found.category in _CHANCE or found.label == _KILLED or found.decision is Decision.RETRY_AS_IS
+    """Or nobody knows for certain what it was."""
+    by_chance = found.category in _CHANCE or found.label == _KILLED or found.decision is Decision.RETRY_AS_IS
+    return by_chance or found.confidence != "high"
 
 
 # ------------------------------------------------------------------------ the one change

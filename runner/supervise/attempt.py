@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,8 @@ from runner.errors import JobError
 from runner.facts import Exit, Live
 from runner.job import Batch
 from runner.supervise import process
+from runner.supervise.autopsy import DUMP, keep_stacks
+from runner.supervise.page import pipes_beside
 from runner.supervise.process import Process
 from vramfarm import protocol
 from vramfarm.protocol import EndRecord, Env, ProtocolError, parse_end
@@ -86,7 +90,9 @@ def start(spec: LaunchSpec) -> None:
 def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an attempt; `outer` is the supervisor's."""
     kept = {k: v for k, v in outer.items() if k not in spec.withhold and not k.startswith(_OURS)}
-    evidence = {"TORCH_FR_DUMP_TEMP_FILE": str(spec.folder.resolve() / "flight_recorder_rank_")}
+    evidence = {"TORCH_FR_DUMP_TEMP_FILE": str(spec.folder.resolve() / DUMP)}
+    if pipes := pipes_beside(spec.control):
+        evidence["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipes  # who writes into it gets a dump, time-out or not
     env = {
         **PREVENTION,
         **evidence,
@@ -175,6 +181,27 @@ def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> t
     left = process.end_all(look, timeout_s=1.0)
     process.reap()
     return tuple(p.pid for p in left)
+
+
+def abort(attempt_id: str, ranks: Sequence[int], *, folder: Path, evidence: Path, timeout_s: float = 5.0) -> None:
+    """
+    SIGABRT, which makes Python print every thread's stack into its log: the ranks first, then
+    their workers. A stopped process is woken for it. Whoever is left is for `kill`. The stacks are
+    kept in `evidence`, too.
+    """
+    launcher = _read_shim(folder).get("launcher", {}).get("pid")
+    _abort([p for p in process.find(Env.ATTEMPT_ID, attempt_id) if p.pid in ranks], timeout_s)
+    left = [p for p in process.find(Env.ATTEMPT_ID, attempt_id) if not p.role and p.pid != launcher]
+    _abort(left, timeout_s / 5)
+    keep_stacks(folder, evidence)
+
+
+def _abort(processes: Sequence[Process], timeout_s: float) -> None:
+    process.kill(processes, signal.SIGABRT)
+    process.kill(processes, signal.SIGCONT)
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive(p) for p in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def read_exit(folder: Path) -> Exit | None:

@@ -41,6 +41,16 @@ def find(run_dir: Path, attempt_id: str) -> ControlPage | None:
     return None
 
 
+def find_path(run_dir: Path, attempt_id: str) -> Path | None:
+    """Where the page of an attempt is; None if there is none."""
+    return next((path for path in _places(run_dir, attempt_id) if path.exists()), None)
+
+
+def pipes_beside(control: Path) -> str:
+    """Where an attempt's pipes are, without rank and ending; empty where a disk may not know pipes."""
+    return f"{control}.fr-" if control.parent == _MEMORY else ""
+
+
 def request_leave(page: ControlPage) -> None:
     """Ask the ranks to save and leave. Asking again changes nothing."""
     page[Word.REQUEST_LEAVE] = 1
@@ -56,10 +66,10 @@ def request_save(page: ControlPage) -> None:
 
 
 def remove_stale(run_dir: Path) -> None:
-    """Remove pages of this run whose attempt has no process any more."""
+    """Remove pages of this run, and pipes beside them, whose attempt has no process any more."""
     prefix = _prefix(run_dir)
     for path in (*_MEMORY.glob(f"{prefix}*"), *run_dir.glob(f"{prefix}*")):
-        if not process.find(Env.ATTEMPT_ID, path.name.removeprefix(prefix)):
+        if not process.find(Env.ATTEMPT_ID, path.name.removeprefix(prefix).partition(".")[0]):
             path.unlink(missing_ok=True)
 
 

@@ -178,7 +178,7 @@ def _read_all() -> dict[int, _Stat]:
 
 def _read_stat(pid: int) -> _Stat | None:
     try:
-        raw = _read(f"/proc/{pid}/stat")
+        raw = read(f"/proc/{pid}/stat")
     except OSError:
         return None
     fields = raw[raw.rindex(b")") + 2 :].split()  # the name before may hold anything; proc(5) counts from 3 here
@@ -198,7 +198,7 @@ def _environ(pid: int, stat: _Stat) -> Mapping[str, str]:
         return known
     for _ in range(_EXEC_LOOKS):
         try:
-            raw = _read(f"/proc/{pid}/environ")
+            raw = read(f"/proc/{pid}/environ")
         except OSError:  # somebody else's, or gone
             return {}
         after = _read_stat(pid)
@@ -241,7 +241,13 @@ def _adopt(
         roles.update(dict.fromkeys(line, roles[pid]))
 
 
-def _read(path: str) -> bytes:
+def environ() -> dict[str, str]:
+    """This process's environment without the marks of a run: for a program that belongs to none."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS.decode())}
+
+
+def read(path: str) -> bytes:
+    """Return the whole of a small file of /proc."""
     # os.open and os.read: half the cost of a file object, and this is read for every process
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.facts import (
+    Attempt,
     Checkpoint,
     Conclusion,
     Decision,
@@ -16,17 +17,19 @@ from runner.facts import (
     Ending,
     Failed,
     Finished,
+    Hang,
     History,
     Live,
     Observed,
     Outcome,
     Preflight,
     Running,
+    Stage,
     TaskKind,
     Verdict,
 )
 from runner.job import Job
-from runner.policy.lifecycle import Begin, End, Launch, Prune, TrimLogs, Wait, decide
+from runner.policy.lifecycle import Begin, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -711,3 +714,52 @@ def test_a_job_that_is_over_elsewhere_is_not_refused_for_its_machine():
     action = decide(JOB, ACCEPTED, preflighted(over, verdict=Verdict.SWAP, offsite=(), concluded_elsewhere=there))
 
     assert Outcome.SUCCEEDED is action.outcome
+
+
+# ------------------------------------------------------------------------------------- hangs
+
+HANG = Hang(rank=1, stage=Stage.TRAINING, step=300, waited_s=200.0, limit_s=180.0, reason="no step for 200 s")
+
+
+def hung(**more):
+    """One more look at an attempt that hangs."""
+    history = History(
+        accepted_at=START,
+        opened_at=START,
+        attempts=(Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START),),
+    )
+    live = Live(attempt_id="a", trainers=(1,), savers=())
+    return history, replace(Observed(now=at(9), boot_id="b", life="l", live=live, hang=HANG), **more)
+
+
+def test_what_hangs_is_looked_at_and_then_killed():
+    """
+    Evidence first; a look that takes too long, or fails, does not save the attempt.
+    """
+    looks = {
+        "at first": {},
+        "looking": {TaskKind.EVIDENCE: Running(subject="attempt-0001", started_at=at(9))},
+        "it hangs, too": {TaskKind.EVIDENCE: Running(subject="attempt-0001", started_at=at(5))},
+        "done": {TaskKind.EVIDENCE: Finished(subject="attempt-0001", at=at(9))},
+        "of an earlier attempt": {TaskKind.EVIDENCE: Finished(subject="attempt-0000", at=at(1))},
+        "failed": {TaskKind.EVIDENCE: Failed(subject="attempt-0001", at=at(9), error="e", final=False, failures=1)},
+    }
+
+    actions = {name: decide(HERE_ONLY, *hung(tasks=tasks)) for name, tasks in looks.items()}
+
+    look, kill = Begin(TaskKind.EVIDENCE, "attempt-0001"), Kill("it hangs: no step for 200 s", hung=True)
+    assert {
+        "at first": look,
+        "looking": Wait(),
+        "it hangs, too": kill,
+        "done": kill,
+        "of an earlier attempt": look,
+        "failed": kill,
+    } == actions
+
+
+def test_a_hang_does_not_keep_a_boot_from_leaving():
+    """
+    Who is asked to leave gets its grace period, hung or not.
+    """
+    assert Interrupt("SIGTERM") == decide(HERE_ONLY, *hung(leaving=True))

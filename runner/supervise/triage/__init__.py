@@ -7,7 +7,7 @@ the root cause is only the first it noticed.
 
 `sources` finds the files, `lines` reads them within bounds, `table` and `signs` recognise single
 lines, `evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
-and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
+`hung` where the supervisor ended it, and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from runner.facts import Diagnosis, Exit
 from runner.supervise.triage.choose import choose, diagnose
 from runner.supervise.triage.evidence import gather
-from runner.supervise.triage.sources import find_sources, read_kills, read_source
+from runner.supervise.triage.hung import explain, read_hang
+from runner.supervise.triage.sources import attempt_folder, find_sources, read_kills, read_source
 from runner.supervise.triage.telling import tell
 
 
@@ -29,9 +30,13 @@ def first_error(path: Path, ended: Exit | None = None) -> Diagnosis:
     Reads within bounds and never fails on what is in a log.
     """
     sources = find_sources(path)
-    seen = gather(read_source(source, index) for index, source in enumerate(sources))
+    root = attempt_folder(path)
+    hang = read_hang(root)
+    lines = (read_source(source, index) for index, source in enumerate(sources))
+    kept = list(lines) if hang else None  # a hang leaves little, and it is read twice
+    seen = gather(kept or lines)
     seen.kills = read_kills(path)
     seen.launcher_code = ended.code if ended else None
-    chosen = choose(seen)
+    chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
     files = [source.path for source in sources]
-    return replace(diagnose(chosen), summary=tell(chosen, seen, files=files, folder=path, ended=ended))
+    return replace(diagnose(chosen), summary=told or tell(chosen, seen, files=files, folder=path, ended=ended))

@@ -39,7 +39,7 @@ _OTHER_ERROR: Final = re.compile(
     r"^\S*python\S*: (?:can't open file|No module named|Error while finding module) |^\S+: error: |"
     r"^vramfarm-runner: cannot start |^(?:.*\[runner\] )?.*setup step .* exit code (?!0)|^fatal error: "
 )
-_PROGRESS: Final = re.compile(
+PROGRESS: Final = re.compile(
     r"(?i)^(?!.*(?:tokeniz|\bmap\b|download|loading|fetching|generating|grouping|packing|filter)).*?"
     r"(?:\b(?:global_?step|step|iter(?:ation)?|epoch)\b\W{0,4}\d+.*loss|'loss':|\d+%\|.*\d+/\d+ \[.*(?:it/s|s/it))"
 )
@@ -163,7 +163,7 @@ class _Reader:
             return
         if is_news:
             self._look_for_signs(line)
-        if _PROGRESS.search(line.text):
+        if PROGRESS.search(line.text):
             self._step(line)
         told = _TOLD.match(line.text) is not None
         if not told and self._in_traceback(line, is_news=is_news):

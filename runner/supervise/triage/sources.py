@@ -58,11 +58,15 @@ def read_kills(folder: Path) -> Kills | None:
         return None
 
 
+def attempt_folder(folder: Path) -> Path:
+    """The folder itself; of a run's folder, or of its logs, that of its last attempt."""
+    attempts = sorted((*folder.glob("attempt-*"), *folder.glob("logs/attempt-*")))
+    return attempts[-1] if attempts else folder
+
+
 def _newest_attempt(folder: Path) -> list[Path]:
     """Files of a folder of logs; of a run's folder, those of its last attempt."""
-    attempts = sorted((*folder.glob("attempt-*"), *folder.glob("logs/attempt-*")))
-    root = attempts[-1] if attempts else folder
-    found = (file for file in root.rglob("*") if _is_log(file) and file.is_file())
+    found = (file for file in attempt_folder(folder).rglob("*") if _is_log(file) and file.is_file())
     return [file for _, file in zip(range(_MAX_FILES), found, strict=False)]
 
 

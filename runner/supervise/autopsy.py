@@ -1,0 +1,237 @@
+"""
+What an attempt that hangs looked like, written down before it is killed: `evidence/attempt-0003/`.
+
+Everything is bounded in time and size, nothing is needed: what cannot be had is left out. What
+the processes wrote themselves (dumps of NCCL's flight recorder are pickles) is never trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from runner.supervise import process
+from runner.supervise.logs import find_streams, read_tail
+from vramfarm.protocol import Env
+
+HANG_FILE: Final = "hang.json"  # who kills the attempt copies it to the logs, where triage reads it
+DUMP: Final = "flight_recorder_rank_"  # in the same folder: where torch is told to write
+ABORTED: Final = b"Fatal Python error: Aborted"
+_TOOL_S: Final = 10.0
+_DUMP_WAIT_S: Final = 5.0
+_MAX_PROCESSES: Final = 128
+_MAX_BYTES: Final = 16 << 20
+_MAX_DUMP: Final = 64 << 20
+_ENTRIES: Final = 5
+_OF_PROC: Final = ("status", "wchan", "stack", "syscall", "limits")
+_OF_THREAD: Final = ("comm", "wchan", "stack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where to look and where to write."""
+
+    attempt_id: str
+    logs: Path  # of the attempt
+    folder: Path  # of the evidence
+    pipes: str  # path of the flight recorder's pipes, without rank and ending
+    python: str  # the training interpreter: py-spy may be beside it
+    hang: Mapping[str, Any]
+
+
+def collect(scene: Scene) -> str:
+    """Write down what can be seen; return it in a few words. What hangs is named in `hang.json`."""
+    scene.folder.mkdir(parents=True, exist_ok=True)
+    found = process.find(Env.ATTEMPT_ID, scene.attempt_id)[:_MAX_PROCESSES]
+    had = ["processes"] if _write(scene.folder / "processes.txt", "\n".join(_tree(found))) else []
+    for one in found:
+        _write(scene.folder / f"proc-{one.pid}.txt", _of_proc(one.pid))
+    had += _stacks(scene, [one.pid for one in found if not one.role])
+    if text := _run("nvidia-smi", "-q"):
+        had += ["nvidia-smi"] if _write(scene.folder / "nvidia-smi.txt", text) else []
+    behind, told = _flight_recorder(scene)
+    if told:
+        had += ["flight recorder"] if _write(scene.folder / "flight-recorder.txt", told) else []
+    hang = dict(scene.hang)
+    if hang.get("rank") is None and behind is not None:
+        hang |= {
+            "rank": behind,
+            "reason": f"{hang.get('reason', '')}; rank {behind} did not come to the last collective",
+        }
+    raw = json.dumps(hang | {"evidence": str(scene.folder)}).encode()
+    (scene.folder / HANG_FILE).write_bytes(raw)
+    return ", ".join(had) or "nothing"
+
+
+# --------------------------------------------------------------------------------- processes
+
+
+def _tree(found: Sequence[process.Process]) -> Iterator[str]:
+    yield "pid ppid state threads cpu_ticks rss_pages wchan rank role command"
+    for one in found:
+        with suppress(OSError, ValueError, IndexError):
+            raw = process.read(f"/proc/{one.pid}/stat")
+            f = raw[raw.rindex(b")") + 2 :].decode().split()
+            cpu = int(f[11]) + int(f[12])
+            command = process.read(f"/proc/{one.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")[:300]
+            rank = _rank(one.pid)
+            yield (
+                f"{one.pid} {f[1]} {f[0]} {f[17]} {cpu} {f[21]} {_proc(one.pid, 'wchan') or '-'} "
+                f"{'-' if rank is None else rank} {one.role or '-'} {command}"
+            )
+
+
+def _of_proc(pid: int) -> str:
+    parts = [f"== {name}\n{text}" for name in _OF_PROC if (text := _proc(pid, name))]
+    with suppress(OSError):
+        for thread in sorted(os.listdir(f"/proc/{pid}/task"), key=int)[:64]:  # noqa: PTH208  # names only
+            told = [_proc(pid, f"task/{thread}/{name}") for name in _OF_THREAD]
+            parts.append(f"== thread {thread}: " + " ".join(text.strip() for text in told if text))
+    return "\n".join(parts)
+
+
+def _proc(pid: int, name: str) -> str:
+    with suppress(OSError):  # gone, or not for us to see
+        return process.read(f"/proc/{pid}/{name}").decode(errors="replace").strip()
+    return ""
+
+
+def _rank(pid: int) -> int | None:
+    with suppress(OSError, ValueError):
+        for entry in process.read(f"/proc/{pid}/environ").split(b"\0"):
+            if entry.startswith(b"LOCAL_RANK="):
+                return int(entry[11:])
+    return None
+
+
+def _stacks(scene: Scene, pids: Sequence[int]) -> list[str]:
+    """By py-spy, where it is and the kernel lets it; else the killing signal prints them."""
+    beside = Path(scene.python).with_name("py-spy") if scene.python else None
+    program = str(beside) if beside and beside.exists() else shutil.which("py-spy")
+    if program is None:
+        return []
+    deadline = time.monotonic() + 2 * _TOOL_S
+    had = False
+    for pid in pids:
+        if time.monotonic() > deadline:
+            break
+        if text := _run(program, "dump", "--nonblocking", "--pid", str(pid)):
+            rank = _rank(pid)
+            had |= _write(scene.folder / f"stack-{'x' if rank is None else rank}-{pid}.txt", text)
+    return ["stacks"] if had else []
+
+
+def keep_stacks(logs: Path, folder: Path) -> None:
+    """What the killing signal made every process print, without what a log has before it."""
+    for stream in find_streams(logs):
+        raw = b"\n".join(line.encode() for line in read_tail(stream.path))
+        at = raw.find(ABORTED)
+        if at >= 0:
+            _write(folder / f"stack-{'x' if stream.rank < 0 else stream.rank}.txt", raw[at:].decode(errors="replace"))
+
+
+def _run(*argv: str) -> str:
+    """What a program prints, if it ends well and soon; a driver that hangs is not waited for."""
+    with suppress(OSError):
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=process.environ()
+        )
+        try:
+            out, _ = child.communicate(timeout=_TOOL_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return ""
+        return out[:_MAX_BYTES].decode(errors="replace") if child.returncode == 0 else ""
+    return ""
+
+
+def _write(path: Path, text: str) -> bool:
+    try:
+        path.write_text(text, errors="replace")
+    except OSError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------- NCCL's flight recorder
+
+
+def _flight_recorder(scene: Scene) -> tuple[int | None, str]:
+    """Ask every rank for its dump; return who is behind, and what the dumps say."""
+    asked = [path for path in _pipes(scene.pipes) if _ask(path)]
+    deadline = time.monotonic() + (_DUMP_WAIT_S if asked else 0)
+    while len(_dumps(scene.logs)) < len(asked) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    told = {rank: parse_dump(path) for rank, path in _dumps(scene.logs).items()}
+    known = {rank: entries for rank, entries in told.items() if entries}
+    lines = [f"rank {rank}: {_last(entries)}" for rank, entries in sorted(known.items())]
+    return who_is_behind(known), "\n".join(lines)
+
+
+def _pipes(stem: str) -> list[Path]:
+    path = Path(stem)
+    return sorted(path.parent.glob(f"{path.name}*.pipe")) if stem else []
+
+
+def _ask(pipe: Path) -> bool:
+    with suppress(OSError):  # nobody reads it any more
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return os.write(fd, b"1\n") > 0
+        finally:
+            os.close(fd)
+    return False
+
+
+def _dumps(logs: Path) -> dict[int, Path]:
+    found = {path.name.removeprefix(DUMP): path for path in logs.glob(f"{DUMP}*")}
+    return {int(rank): path for rank, path in found.items() if rank.isdecimal()}
+
+
+class _Plain(pickle.Unpickler):
+    """Numbers, texts and containers of them: nothing is imported, so nothing can run."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"a dump names {module}.{name}")
+
+
+def parse_dump(path: Path) -> list[Mapping[str, Any]]:
+    """The collectives in a dump, oldest first; none if it is not what torch writes."""
+    try:
+        if path.is_symlink() or path.stat().st_size > _MAX_DUMP:
+            return []
+        dump = _Plain(io.BytesIO(path.read_bytes())).load()
+        entries = dump.get("entries", []) if isinstance(dump, dict) else []
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    except Exception:  # noqa: BLE001  # a pickle from elsewhere may fail in any way; it is evidence, and not needed
+        return []
+
+
+def who_is_behind(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
+    """The one rank that came to fewer collectives than all others."""
+    reached = {rank: max((_sequence(entry) for entry in entries), default=0) for rank, entries in told.items()}
+    fewest = min(reached.values(), default=0)
+    behind = [rank for rank, sequence in reached.items() if sequence == fewest]
+    return behind[0] if len(behind) == 1 and len(reached) > 1 else None
+
+
+def _sequence(entry: Mapping[str, Any]) -> int:
+    value = entry.get("collective_seq_id", entry.get("seq_id", 0))
+    return value if isinstance(value, int) else 0
+
+
+def _last(entries: Sequence[Mapping[str, Any]]) -> str:
+    names = ("collective_seq_id", "profiling_name", "state", "input_sizes")
+    return " | ".join(
+        " ".join(f"{name}={str(entry.get(name))[:120]}" for name in names) for entry in entries[-_ENTRIES:]
+    )

@@ -1,0 +1,133 @@
+"""Hangs of real processes: `vramfarm-runner run` finds them, says who it was, and goes on from the checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.storage import journal
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / "tests" / "fake_trainer.py"
+RANKS = ROOT / "tests" / "chaos" / "launch_ranks.py"
+TORCH = ROOT / "tests" / "supervise" / "hanging_torch.py"
+JOB = """
+name: job
+launcher: command
+command: {python} {ranks} 2 {trainer} --steps 80 --step-time 0.05 --bytes 2000 {more}
+cpu_processes: 2
+python: {python}
+checkpoint: {{save_interval: 1s}}
+restart: {{initial_delay: 100ms, grace_period: 10s}}
+hang: {{startup_timeout: 60s, step_timeout: 3s}}
+provider: {{kind: none}}
+limits: {{max_duration: 5m}}
+"""
+
+
+TORCH_JOB = """
+name: job
+command: {ranks} {more}
+cpu_processes: 2
+python: {python}
+env: {{OMP_NUM_THREADS: "1"}}
+restart: {{initial_delay: 100ms, grace_period: 10s}}
+hang: {{startup_timeout: 60s, step_timeout: 4s}}
+provider: {{kind: none}}
+limits: {{max_duration: 5m}}
+"""
+
+
+def run(folder: Path, more: str, job: str = JOB) -> tuple[int, str]:
+    """A whole run; its exit code and what it said."""
+    (folder / "job.yaml").write_text(
+        job.format(python=sys.executable, ranks=RANKS if job is JOB else TORCH, trainer=TRAINER, more=more)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "run", "--config", "job.yaml"],
+        cwd=folder,
+        env={**os.environ, "VRAMFARM_WORKSPACE": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def attempts_of(folder: Path):
+    return journal.read(folder / "job" / "journal.jsonl").attempts
+
+
+@pytest.mark.parametrize(
+    ("more", "rank", "words"),
+    [
+        pytest.param("--hang stop --hang-rank 1", 1, "rank 1 is stopped (SIGSTOP)", id="stopped"),
+        pytest.param("--hang ask --hang-rank 0", None, "asks 'Overwrite the output folder? [y/N]'", id="a question"),
+    ],
+)
+def test_a_hang_is_found_named_and_resumed_from(tmp_path, more, rank, words):
+    """
+    The attempt is killed with evidence, the next one begins at the newest checkpoint and ends well.
+    """
+    code, said = run(tmp_path, f"--hang-at 50 {more}")
+
+    first, second = attempts_of(tmp_path)
+    assert 0 == code, said
+    assert ("rank_stuck", rank, 50) == (first.diagnosis.label, first.diagnosis.rank, first.step)
+    assert words in first.reason
+    assert second.resume is not None
+    told = [said.index(w) for w in ("nothing explains it", "evidence/attempt-0001 has", "kill the attempt: it hangs")]
+    assert told == sorted(told)
+    evidence = tmp_path / "job" / "evidence" / "attempt-0001"
+    assert "fake_trainer.py" in (evidence / "processes.txt").read_text()
+    assert json.loads((evidence / "hang.json").read_text())["waited_s"] >= 3
+    assert "in misbehave" in (evidence / "stack-x.txt").read_text()
+
+
+def test_the_same_hang_at_the_same_step_is_the_script_s(tmp_path):
+    """
+    The second time it gives up, with 6, and names step and cause.
+    """
+    code, said = run(tmp_path, "--hang-at 50 --hang stop --hang-rank 1 --crash-attempts 9")
+
+    assert (6, 2) == (code, len(attempts_of(tmp_path)))
+    assert "the same failure (rank_stuck) at step 50 a second time" in said
+
+
+def test_work_without_a_step_is_no_hang(tmp_path):
+    """
+    Eight seconds of computing, with a limit of three, end nothing.
+    """
+    code, said = run(tmp_path, "--busy-at 50")
+
+    assert (0, 1) == (code, len(attempts_of(tmp_path))), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "rank", "words"),
+    [
+        pytest.param("loader", "rank_stuck", 1, "rank 1 waits for its data", id="a stuck data loader"),
+        pytest.param(
+            "mismatch",
+            "collective_mismatch",
+            None,
+            "rank 0 waits in all_reduce; rank 1 waits in all_gather",
+            id="different collectives",
+        ),
+    ],
+)
+def test_a_script_that_knows_nothing_of_us_is_watched_too(tmp_path, kind, label, rank, words):
+    """
+    Real torchrun and gloo; steps are lines of the log, and stacks say who waits for whom.
+    """
+    code, said = run(tmp_path, kind, TORCH_JOB)
+
+    first, *_ = attempts_of(tmp_path)
+    assert 0 == code, said
+    assert (label, rank) == (first.diagnosis.label, first.diagnosis.rank), first.reason
+    assert words in first.reason
