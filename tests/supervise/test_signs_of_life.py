@@ -1,0 +1,270 @@
+"""What is seen of an attempt from outside: processes, cards, dumps, stacks; and what hostile ones do."""
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.facts import CardPulse, Exit, Live, Stage
+from runner.supervise import autopsy
+from runner.supervise.cards import Cards, parse
+from runner.supervise.pulse import PulseReader
+from runner.supervise.triage import first_error
+from tests.supervise.conftest import until
+from vramfarm.protocol import ControlPage, Phase, Slot
+
+BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+
+
+@pytest.fixture
+def reader(tmp_path):
+    (tmp_path / "logs").mkdir()
+    return PulseReader(tmp_path / "logs", Cards("/nonexistent"))
+
+
+def live(*processes):
+    return Live(attempt_id="a", trainers=tuple(p.pid for p in processes), savers=())
+
+
+# ------------------------------------------------------------------------------------- pulses
+
+
+def test_work_of_a_worker_counts_for_its_rank(run_python, reader):
+    """
+    A rank that waits for its own worker is not idle.
+    """
+    rank = run_python(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])", LOCAL_RANK="3")
+    child = int(until(lambda: Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().strip()))
+    both = Live(attempt_id="a", trainers=(rank.pid, child), savers=())
+
+    before = reader.read(both, None, closely=False)
+    until(lambda: reader.read(both, None, closely=False).ranks[0].cpu_s > before.ranks[0].cpu_s + 0.2, 30)
+
+    (pulse,) = reader.read(both, None, closely=False).ranks
+    assert (3, rank.pid, "S") == (pulse.rank, pulse.pid, pulse.state)
+
+
+def test_a_stopped_rank_is_seen(run_python, reader):
+    """
+    SIGSTOP shows as state T.
+    """
+    rank = run_python(BUSY, LOCAL_RANK="0")
+    until(lambda: reader.read(live(rank), None, closely=False).ranks[0].cpu_s > 0)
+
+    os.kill(rank.pid, 19)
+
+    until(lambda: reader.read(live(rank), None, closely=False).ranks[0].state == "T")
+
+
+def test_steps_and_stage_come_from_the_page(run_python, reader, tmp_path):
+    """
+    Who uses the library says which rank it is, its step, and that it saves.
+    """
+    rank = run_python("import time; time.sleep(60)")
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+    for slot, value in ((Slot.PID, rank.pid), (Slot.STEP, 7), (Slot.PHASE, Phase.SAVING)):
+        page.put(0, slot, value)
+
+    pulse = reader.read(live(rank), page, closely=False)
+
+    assert (Stage.SAVING, 7) == (pulse.stage, pulse.ranks[0].step)
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        pytest.param("step 7 loss 1.5\nhello\n", ("step 7 loss 1.5", "", Stage.TRAINING), id="a step"),
+        pytest.param("Map:  7%|x| 7/99 [00:01<00:02, 3.0 examples/s]\n", ("", "", Stage.TRAINING), id="no step"),
+        pytest.param(
+            "step 7 loss 1.5\nEvaluating on 500 samples\n", ("step 7 loss 1.5", "", Stage.EVALUATING), id="eval"
+        ),
+        pytest.param("loading\nOverwrite? [y/N] ", ("", "Overwrite? [y/N]", Stage.TRAINING), id="a question"),
+        pytest.param("loading\n 7%|#  | 7/99 [y/N]:\r", ("", "", Stage.TRAINING), id="a bar asks nothing"),
+        pytest.param("\x00\xff\n" * 99, ("", "", Stage.TRAINING), id="noise"),
+    ],
+)
+def test_what_logs_tell(run_python, reader, tmp_path, text, seen):
+    """
+    The last line of progress, whether it evaluates, and a question that stands there unanswered.
+    """
+    rank = run_python("import time; time.sleep(60)", LOCAL_RANK="0")
+    (tmp_path / "logs" / "launcher.log").write_bytes(text.encode("latin-1"))
+    reader.read(live(rank), None, closely=False)
+
+    pulse = reader.read(live(rank), None, closely=False)
+
+    assert seen == (pulse.progress, pulse.question, pulse.stage)
+
+
+# -------------------------------------------------------------------------------------- cards
+
+
+def test_the_table_of_cards_is_read():
+    """
+    What is not told is not known; a card that is held down says why, once.
+    """
+    table = (
+        "0, 100, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
+        "1, [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
+        "Unable to determine the device handle for GPU2: 0000:91:00.0: GPU is lost.\n"
+    )
+
+    assert (
+        CardPulse(index=0, use_percent=100.0, power_w=612.31, limit_w=700.0),
+        CardPulse(index=1, limit_w=700.0, throttled=("too hot", "hardware slowdown")),
+    ) == parse(table)
+
+
+def test_a_driver_that_hangs_is_not_waited_for(tmp_path):
+    """
+    Asking costs nothing while there is no answer, and the answer is taken when it comes.
+    """
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, 1, 2, 3, Active, Active, Active, Active'\n")
+    program.chmod(0o755)
+    cards = Cards(str(program))
+
+    began = time.monotonic()
+    assert () == cards.look(0.0, every_s=60)
+    assert time.monotonic() - began < 0.4
+    until(lambda: cards.look(1.0, every_s=60), 20)
+
+
+# ------------------------------------------------------------------------------------- autopsy
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, ("trapped",)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(pickle.dumps({"entries": [Trap()]}), id="it would run something"),
+        pytest.param(b"\x80\x04garbage", id="no pickle"),
+        pytest.param(pickle.dumps([1]), id="another shape"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+def test_nothing_in_a_dump_runs(tmp_path, monkeypatch, raw):
+    """
+    A dump that is not plain data says nothing.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dump").write_bytes(raw)
+
+    assert [] == autopsy.parse_dump(tmp_path / "dump")
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marker):
+    """
+    Dumps come through the pipes' trigger; the rank with fewer collectives is the one.
+    """
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    fifo = tmp_path / "page.fr-0.pipe"
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for rank, last in ((0, 12), (1, 11)):
+        entries = [
+            {"collective_seq_id": n, "profiling_name": "nccl:all_reduce", "state": "scheduled"} for n in (10, last)
+        ]
+        (logs / f"{autopsy.DUMP}{rank}").write_bytes(pickle.dumps({"entries": entries}))
+    scene = autopsy.Scene(
+        attempt_id=marker,
+        logs=logs,
+        folder=tmp_path / "evidence",
+        pipes=str(tmp_path / "page.fr-"),
+        python="",
+        hang={"rank": None},
+    )
+
+    assert "flight recorder" in autopsy.collect(scene)
+
+    assert b"1\n" == os.read(reading, 9)
+    assert 1 == json.loads((tmp_path / "evidence" / autopsy.HANG_FILE).read_text())["rank"]
+    assert "collective_seq_id=11" in (tmp_path / "evidence" / "flight-recorder.txt").read_text()
+    os.close(reading)
+
+
+# -------------------------------------------------------------------------------------- triage
+
+WAITING = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n  File "/job/train.py", line 5 in step\n'
+LOADING = '  File "/x/site-packages/torch/utils/data/dataloader.py", line 9 in _next\n  File "/job/train.py", line 4 in step\n'
+
+
+def hung(folder, ranks, hang, spied=None):
+    """Logs of an attempt that was ended by SIGABRT."""
+    (folder / "logs").mkdir()
+    for rank, text in ranks.items():
+        log = folder / "logs" / "id" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    evidence = folder / "evidence"
+    evidence.mkdir()
+    for name, text in (spied or {}).items():
+        (evidence / name).write_text(text)
+    (folder / "logs" / autopsy.HANG_FILE).write_text(
+        json.dumps({"reason": "no step", "evidence": str(evidence), **hang})
+    )
+    return first_error(folder / "logs", Exit(code=-9))
+
+
+def aborted(frames):
+    return f'Fatal Python error: Aborted\n\nThread 0x00007f (most recent call first):\n  File "/x/y.py", line 1 in poll\n\nCurrent thread 0x00007e (most recent call first):\n{frames}\nExtension modules: numpy (total: 1)\n'
+
+
+def test_the_rank_that_waits_for_no_other_is_the_one(tmp_path):
+    """
+    Two wait in a collective, the third for its data.
+    """
+    found = hung(tmp_path, {0: aborted(WAITING), 1: aborted(LOADING), 2: aborted(WAITING)}, {"rank": None})
+
+    assert ("rank_stuck", 1, "high") == (found.label, found.rank, found.confidence)
+    assert '  File "/job/train.py", line 4 in step' == found.primary_line
+    assert found.summary.startswith("hang: rank 1 waits for its data, in step (train.py:4); no step; see ")
+
+
+def test_stacks_of_py_spy_do_as_well(tmp_path):
+    """
+    Where the signal printed nothing.
+    """
+    spied = {
+        "stack-0-11.txt": 'Thread 11 (idle): "MainThread"\n    all_reduce (torch/distributed/distributed_c10d.py:9)\n',
+        "stack-1-12.txt": 'Thread 12 (idle): "MainThread"\n    read (/job/data.py:3)\nThread 13 (idle): "x"\n    a (b.py:1)\n',
+    }
+
+    found = hung(tmp_path, {}, {"rank": None}, spied)
+
+    assert ("rank_stuck", 1) == (found.label, found.rank)
+    assert "in read (data.py:3)" in found.summary
+
+
+def test_an_error_before_the_hang_is_the_cause(tmp_path):
+    """
+    A rank that failed, and whose process stayed: the others only waited for it.
+    """
+    failed = (
+        'Traceback (most recent call last):\n  File "t.py", line 1, in f\nOSError: [Errno 28] No space left on device\n'
+    )
+
+    found = hung(tmp_path, {0: failed + aborted(WAITING), 1: aborted(WAITING)}, {"rank": None})
+
+    assert ("disk_full", 0) == (found.label, found.rank)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"{", b'{"rank": "x", "evidence": 5, "step": []}'])
+def test_a_record_that_is_garbled_breaks_nothing(tmp_path, raw):
+    """
+    There is a diagnosis whatever stands there.
+    """
+    (tmp_path / autopsy.HANG_FILE).write_bytes(raw)
+    (tmp_path / "launcher.log").write_text("x\n")
+
+    assert first_error(tmp_path, Exit(code=-9)).summary
