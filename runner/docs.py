@@ -221,6 +221,18 @@ job.yaml or in the container's environment, is never changed.
 
 does the same by hand and starts nothing. Its exit code is 0 for go, with changes or without, and 3 for swap.
 
+## Communication test
+
+With two cards or more (or two processes on the CPU, over gloo), one process a card sums over all of them and checks
+every element, at 1 MiB to 1 GiB; bus bandwidth is counted as nccl-tests does. A hang, an error and slowness are told
+apart, by silence, words and a floor: `preflight.min_bus_bandwidth`, else what such links do at the least. On trouble
+single changes are tried (`NCCL_P2P_DISABLE=1`, `NCCL_SHM_DISABLE=1`, `NCCL_IB_DISABLE=1`, and what the error names),
+and the first that is proved is kept, with the speed that is left. On NVLink peer access is never switched off to hide a
+fault: pairs are tried, and the card is named. Trouble that comes only once refuses nothing. A single card must compute.
+All of it takes a minute at most; `preflight.comm_test: false` leaves it out. On cards: `benchmarks/gpu/preflight.sh`.
+
+## How
+
 The cards are asked through `nvidia-smi`, a program: a call into a driver that hangs cannot be taken back, a program can be
 left behind, even one that cannot be killed.
 """

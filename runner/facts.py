@@ -510,6 +510,7 @@ class Trial:
     ending: TrialEnding
     env: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
+    phase: str = ""  # where it ended: import, device, join, reduce, done
     silent: tuple[int, ...] = ()
     speeds: tuple[tuple[int, float], ...] = ()
     num_wrong: int = 0

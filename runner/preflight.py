@@ -13,14 +13,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from runner.adapters.launchers import LAUNCHERS, split_command
-from runner.adapters.providers import PROVIDERS, with_secrets
+from runner.adapters.providers import PROVIDERS, SECRETS, with_secrets
 from runner.adapters.providers.http import make_send
 from runner.errors import MachineError, RunnerError
 from runner.facts import (
@@ -28,14 +29,17 @@ from runner.facts import (
     CardReport,
     Finding,
     PeerAccess,
+    Reading,
     Server,
     ServerState,
     Severity,
     StoreTrial,
     Topology,
+    Trial,
 )
 from runner.job import Job, LauncherName
-from runner.policy.links import LinkClass, judge_peer_access, judge_topology, link_class
+from runner.policy.comm import TOTAL_S, Setting, judge_trials, next_order
+from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topology, link_class, wires
 from runner.policy.preflight import (
     LAUNCHER_MODULES,
     expected_checkpoint,
@@ -50,18 +54,24 @@ from runner.policy.preflight import (
 )
 from runner.probes import host as hosts
 from runner.probes import smi
+from runner.probes.comm import Wish, try_all
 from runner.probes.readings import read
 from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, Store, open_store
+from runner.supervise.attempt import PREVENTION
+from vramfarm.protocol import Env
 
 LIMIT_S: Final = 40.0  # for one check
+LIMITS_S: Final[Mapping[str, float]] = {"comm": 40.0 + TOTAL_S}  # the driver's answer, then the test
+_PAIR: Final = 2
 _DEFAULT_PORT: Final = 29_500
 _STREAMS: Final = 4  # as an upload has them
 _SAMPLE_BYTES: Final = 2 << 20  # of each: enough to tell 5 MB/s from 500
 _STALE: Final = timedelta(hours=1)
 
+T = TypeVar("T")
 Check = Callable[[], Iterable[Finding]]
 Progress = Callable[[float, str], None]
 
@@ -84,11 +94,13 @@ class Mission:
 
 def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> list[Finding]:
     """All that can be said before the code is there."""
+    sight = _Sight(mission)
     checks = {
-        "cards": lambda: _cards(mission),
-        "links": lambda: _links(mission),
+        "cards": lambda: judge_report(sight.report(), mission.job),
+        "links": lambda: _links(mission, sight),
         "cards.log": lambda: judge_xids(smi.read_xids()) if mission.num_cards else (),
-        "memory": lambda: _host(mission),
+        "comm": lambda: _comm(mission, sight),
+        "memory": lambda: _host(mission, sight),
         "disk": lambda: _disk(mission),
         "store": lambda: _store(mission),
         "money": lambda: _money(mission),
@@ -101,24 +113,56 @@ def look_at_code(mission: Mission, progress: Progress = lambda *_: None) -> list
     return _all_at_once({"software": lambda: _software(mission)}, progress)
 
 
+class _Sight:
+    """What the driver says, asked for once though several checks want it."""
+
+    def __init__(self, mission: Mission) -> None:
+        self.report = _once(lambda: _report(mission))
+        self.tables = _once(lambda: _tables(mission))
+
+
+def _once(ask: Callable[[], T]) -> Callable[[], T]:
+    """The same answer, or the same error, for all threads; the first one gets it."""
+    lock = threading.Lock()
+    answers: list[T] = []
+    errors: list[MachineError] = []
+
+    def get() -> T:
+        with lock:
+            if errors:
+                raise errors[0]
+            if not answers:
+                try:
+                    answers.append(ask())
+                except MachineError as error:
+                    errors.append(error)
+                    raise
+            return answers[0]
+
+    return get
+
+
 # ------------------------------------------------------------------------------ at one time
 
 
-def _all_at_once(checks: Mapping[str, Check], progress: Progress, *, limit_s: float = LIMIT_S) -> list[Finding]:
+def _all_at_once(checks: Mapping[str, Check], progress: Progress, *, limit_s: float | None = None) -> list[Finding]:
     """In the order of the checks. Threads that hang are left: they are daemons, and this process ends soon."""
     answers: queue.SimpleQueue[tuple[str, tuple[Finding, ...]]] = queue.SimpleQueue()
+    limits = {name: limit_s or LIMITS_S.get(name, LIMIT_S) for name in checks}
     for name, check in checks.items():
         threading.Thread(target=lambda n=name, c=check: answers.put((n, _caught(n, c))), daemon=True).start()
     done: dict[str, tuple[Finding, ...]] = {}
-    ends = time.monotonic() + limit_s
-    while len(done) < len(checks) and (left := ends - time.monotonic()) > 0:
+    began = time.monotonic()
+    while waiting := [name for name in checks if name not in done]:
+        left = max(limits[name] for name in waiting) - (time.monotonic() - began)
         try:
-            name, found = answers.get(timeout=left)
+            name, found = answers.get(timeout=max(left, 0.01))
         except queue.Empty:
             break
         done[name] = found
         progress(len(done) / len(checks), ", ".join(name for name in checks if name not in done))
-    return [one for name in checks for one in done.get(name) or (() if name in done else (_late(name, limit_s),))]
+    late = {name: (_late(name, limits[name]),) for name in checks if name not in done}
+    return [one for name in checks for one in (done | late)[name]]
 
 
 def _late(name: str, limit_s: float) -> Finding:
@@ -155,45 +199,102 @@ def _report(mission: Mission) -> CardReport | None:
     return CardReport(cards=cards or report.cards, driver=report.driver, cuda=report.cuda)
 
 
-def _cards(mission: Mission) -> Iterable[Finding]:
-    return judge_report(_report(mission), mission.job)
-
-
-def _links(mission: Mission) -> Iterable[Finding]:
-    """The two tables of links. One that cannot be read says nothing against the machine: other checks do."""
-    if mission.num_cards < 2:  # noqa: PLR2004  # a pair
+def _tables(mission: Mission) -> tuple[Reading, ...]:
+    """How the cards are linked, and whether they may read each other's memory; nothing for one card."""
+    if mission.num_cards < _PAIR:
         return ()
-    readings = [
-        read(smi.read_table(*words, program=mission.smi) or "") for words in (("topo", "-m"), ("topo", "-p2p", "r"))
-    ]
-    found: list[Finding] = []
+    asked = (("topo", "-m"), ("topo", "-p2p", "r"))
+    return tuple(read(smi.read_table(*words, program=mission.smi) or "") for words in asked)
+
+
+def _links(mission: Mission, sight: _Sight) -> Iterable[Finding]:
+    """A table that cannot be read says nothing against the machine: other checks do."""
     link = LinkClass.UNKNOWN
-    for reading in readings:
+    for reading in sight.tables():
         match reading:
             case Topology():
                 link = link_class(reading)
                 nvlink = link is LinkClass.NVLINK
-                found += judge_topology(reading)
-                found += judge_strategy(mission.job, nvlink=nvlink, num_procs=mission.num_procs)
+                yield from judge_topology(reading)
+                yield from judge_strategy(mission.job, nvlink=nvlink, num_procs=mission.num_procs)
             case PeerAccess():
-                found += judge_peer_access(reading, link=link)
+                yield from judge_peer_access(reading, link=link)
             case Broken(message=message):
-                found.append(Finding(name="links", severity=Severity.WARN, message=f"nvidia-smi topo: {message}"))
+                yield Finding(name="links", severity=Severity.WARN, message=f"nvidia-smi topo: {message}")
             case _:
                 pass
+
+
+# ----------------------------------------------------------------------- communication test
+
+
+def _comm(mission: Mission, sight: _Sight) -> Iterable[Finding]:
+    """Try, and try again as policy says, within a minute. One process on the CPU has nobody to talk to."""
+    job = mission.job
+    if not job.preflight.comm_test or (not mission.num_cards and mission.num_procs < _PAIR):
+        return ()
+    setting, wish = comm_setting(mission, sight), comm_wish(mission)
+    ends = time.monotonic() + TOTAL_S
+    trials: list[Trial] = []
+    while order := next_order(trials, setting, left := ends - time.monotonic()):
+        patient = wish if not trials else replace(wish, silent_s=wish.silent_s / 2)  # torch is warm now
+        trials += try_all(patient, order.groups, order.env, limit_s=left)
+    found = judge_trials(trials, setting)
+    if job.launcher is LauncherName.COMMAND:  # it may use the cards without torch
+        return tuple(replace(one, severity=Severity.WARN) if _is_about_torch(one) else one for one in found)
     return found
+
+
+def _is_about_torch(finding: Finding) -> bool:
+    return finding.name == "torch" and finding.severity is Severity.REFUSE
+
+
+def comm_wish(mission: Mission, fault: Mapping[str, object] | None = None) -> Wish:
+    """How the test's processes are started; `fault`: what one of them is to do wrong."""
+    return Wish(python=mission.python, env=_comm_env(mission), on_cards=bool(mission.num_cards), fault=fault)
+
+
+def comm_setting(mission: Mission, sight: _Sight | None = None) -> Setting:
+    """What is between the cards, for policy."""
+    sight = sight or _Sight(mission)
+    report = sight.report()
+    tables = sight.tables()
+    models = tuple(card.name for card in report.cards) if report else ()
+    topology = next((table for table in tables if isinstance(table, Topology)), None)
+    access = next((table for table in tables if isinstance(table, PeerAccess)), None)
+    peer = all(status == "OK" for _, _, status in access.pairs) if access and access.pairs else None
+    wanted = mission.job.preflight.min_bus_bandwidth
+    job = mission.job
+    return Setting(
+        num=mission.num_procs,
+        on_cards=bool(mission.num_cards),
+        nvlink=topology is not None and link_class(topology) is not LinkClass.PCIE and len(groups(topology)) == 1,
+        wires=wires(topology, models, peer=peer) if topology else (),
+        models=models,
+        floor=None if wanted == "auto" else wanted / 1e9,
+        users={*mission.env, *job.env, *job.secrets},
+    )
+
+
+def _comm_env(mission: Mission) -> dict[str, str]:
+    """That of an attempt, without secrets and our own names but for those by which what is left over is found."""
+    ours = {Env.RUN, Env.ROLE}
+    outer = {
+        name: value
+        for name, value in mission.env.items()
+        if name not in SECRETS and (not name.startswith("VRAMFARM_") or name in ours)
+    }
+    quiet = {} if mission.num_cards else {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {**PREVENTION, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **quiet, **outer, **mission.job.env}
 
 
 # ----------------------------------------------------------------------------- the machine
 
 
-def _host(mission: Mission) -> Iterable[Finding]:
+def _host(mission: Mission, sight: _Sight) -> Iterable[Finding]:
     report = None
-    if mission.num_cards:
-        try:
-            report = _report(mission)
-        except MachineError:
-            report = None  # told by the check of the cards
+    with suppress(MachineError):  # told by the check of the cards
+        report = sight.report()
     return judge_host(
         hosts.read_host(),
         num_procs=mission.num_procs,

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ name: small
 command: {python} fake_trainer.py --steps 5 --step-time 0.01
 launcher: command
 cpu_processes: 1
+preflight: {{comm_test: false}}
 checkpoint: {{save_interval: 1s}}
 """
 
@@ -162,6 +164,18 @@ def test_the_disk_and_the_store_are_really_written(tmp_path):
     assert Severity.OK is severities["store"], told
     assert [] == [path for path in store.rglob("*") if path.is_file()]
     assert [] == [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_two_processes_talk_before_the_job_does(tmp_path):
+    """
+    Over gloo where there is no card; the test is left out where job.yaml says so.
+    """
+    two = replace(mission(tmp_path), num_procs=2)
+
+    told = {one.name: one for one in look_at_machine(two)}
+
+    assert told["comm"].message.startswith("2 processes talk, "), told["comm"]
+    assert "comm" not in {one.name for one in look_at_machine(mission(tmp_path, preflight={"comm_test": False}))}
 
 
 def test_a_folder_that_cannot_be_written_refuses(tmp_path):

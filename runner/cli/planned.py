@@ -14,7 +14,7 @@ from typing import Final
 
 from runner.adapters.frameworks import framework_name, get_framework, resume_args
 from runner.errors import JobError
-from runner.job import FrameworkName, Job, PreflightPolicy
+from runner.job import FrameworkName, Job
 
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
@@ -22,7 +22,6 @@ _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("outputs", lambda job: bool(job.outputs), "only checkpoints and logs are copied to the store"),
     ("checkpoint.resume", lambda job: job.checkpoint.resume not in {"auto", "never"}, "only auto and never"),
     ("checkpoint.staging", lambda job: job.checkpoint.staging == "chunked", "a save is staged whole"),
-    ("preflight", lambda job: job.preflight != PreflightPolicy(), "the cards are not tested before the job"),
 )
 
 

@@ -67,8 +67,8 @@ def _hard(limit: int) -> int | None:
 
 
 def measure_disk(folder: Path) -> DiskRate:
-    """Write and sync for half a second, and remove it. `OSError` if the folder cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write and sync for half a second where the folder is, or will be, and remove it. `OSError` if that cannot be."""
+    folder = next(place for place in (folder, *folder.parents) if place.exists())
     path, piece = folder / f".probe-{os.getpid()}", os.urandom(_PIECE)
     written, started = 0, time.monotonic()
     usage = shutil.disk_usage(folder)

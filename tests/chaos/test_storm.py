@@ -28,6 +28,7 @@ name: {NAME}
 command: python {HERE / "launch_ranks.py"} 2 {HERE.parent / "fake_trainer.py"} --steps {STEPS} --step-time 0.015 --bytes {BYTES}
 launcher: command
 cpu_processes: 2
+preflight: {{comm_test: false}}
 python: {sys.executable}
 checkpoint: {{save_interval: 300ms, keep_last: 2}}
 offload: {{to: "{{store}}", keep_last: 2}}

@@ -24,6 +24,7 @@ JOB = f"""
 name: {NAME}
 command: {QUICKSTART} {ARGUMENTS}
 cpu_processes: 2
+preflight: {{comm_test: false}}
 python: {sys.executable}
 env: {{OMP_NUM_THREADS: "1"}}
 checkpoint: {{save_interval: 1s, keep_last: 2}}

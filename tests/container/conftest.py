@@ -135,6 +135,7 @@ name: quick
 command: quickstart/train.py --steps {steps} --pause {pause} --dim 32 --layers 1
 workdir: /job
 cpu_processes: 2
+preflight: {{comm_test: false}}
 env: {{OMP_NUM_THREADS: 1}}
 checkpoint: {{save_interval: 2s, keep_last: 2}}
 offload: {{to: "file:///store"}}
