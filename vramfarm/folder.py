@@ -7,6 +7,7 @@ durably, or it is not there. Whatever a crash leaves has one of the prefixes of 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -126,16 +127,42 @@ def prune(directory: Path, keep_last: int) -> None:
         remove(stored.path)
 
 
-def want_of_room(directory: Path, size_bytes: int) -> str:
-    """Why one more checkpoint of this size does not fit, with a twentieth to spare; empty if it does."""
+def want_of_room(directory: Path, size_bytes: int, *, keep_last: int | None = None) -> str:
+    """Why one more checkpoint of this size does not fit, with a twentieth to spare; empty if it does, or if it will when only `keep_last` are kept."""
     space = os.statvfs(directory)
+    old = [] if keep_last is None else committed(directory)[keep_last:]
+    files = [stored.path / shard.path for stored in old for shard in stored.manifest.shards]
+    spare = sum(
+        entry.st_size for entry in map(os.lstat, files) if entry.st_nlink == 1
+    )  # frozen weights have several names
     free, needed = space.f_bavail * space.f_frsize, size_bytes + size_bytes // 20
-    if free >= needed:
+    if free + spare >= needed:
         return ""
     return (
         f"{directory}: one more checkpoint needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
         "free some space there, or put the checkpoints on a larger disk"
     )
+
+
+def describe_error(directory: Path, error: OSError) -> str:
+    """What went wrong with the folder of checkpoints, and what to do about it."""
+    advice = _ADVICE.get(error.errno or 0)
+    return f"{directory}: {error.strerror or error}" + (f"; {advice}" if advice else "")
+
+
+_FREE = "free some space there, or put the checkpoints on a larger disk"
+_BROKEN = "the disk, or the server behind it, fails: look at dmesg; what is committed stays, the next save tries again"
+_ADVICE = {
+    errno.ENOSPC: _FREE,
+    errno.EDQUOT: _FREE,
+    errno.EFBIG: "a file there may not grow so large: ulimit -f, or another filesystem",
+    errno.EROFS: "it has been mounted read-only, which a kernel does after an error: look at dmesg",
+    errno.EIO: _BROKEN,
+    errno.ESTALE: _BROKEN,
+    errno.ETIMEDOUT: _BROKEN,
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+}
 
 
 def write_durably(path: Path, raw: bytes) -> None:

@@ -232,8 +232,14 @@ class Saver:
         started = time.monotonic_ns()
         try:
             manifest = self._write(save)
-        except (OSError, SaveError, ValueError) as error:
+        except OSError as error:
+            self._fail(folder.describe_error(self._orders.directory, error))
+            return
+        except (SaveError, ValueError) as error:
             self._fail(str(error))
+            return
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: a thread that could not be started
+            self._fail(f"no memory, or no thread, to write it with ({error!r}); the next save tries again")
             return
         page = self._page
         page[Word.SAVE_NS] = time.monotonic_ns() - started
@@ -514,7 +520,7 @@ class Saver:
         directory = self._orders.directory
         try:
             why = folder.want_of_room(directory, size)
-            if why and self._orders.keep_last is not None:
+            if why and self._orders.keep_last is not None and not folder.want_of_room(directory, size, keep_last=1):
                 folder.prune(directory, 1)
                 why = folder.want_of_room(directory, size)
         except OSError:

@@ -15,7 +15,8 @@ import fcntl
 import os
 import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
@@ -34,15 +35,42 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 def write_shard(path: Path, memory: memoryview, size: int) -> Shard:
     """Write the first `size` bytes of page-aligned memory as one durable file. What lies behind them may be read."""
     target = _Target(path, memory, size)
-    pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=path.name, initializer=_be_polite)
     try:
         target.reserve()
-        checksums = tuple(pool.map(target.write, range(0, size, protocol.CHUNK_BYTES)))
+        with _threads() as pool:
+            jobs = [pool.submit(target.write, start) for start in range(0, size, protocol.CHUNK_BYTES)]
+            checksums = _results(jobs)
         target.finish()
     finally:
-        pool.shutdown(cancel_futures=True)
         target.close()
     return Shard(path.name, size, checksums)
+
+
+_idle: Final[list[ThreadPoolExecutor]] = []
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """
+    Threads for one shard, kept for the next save.
+
+    Starting one may hang for good where memory has become short; those that are there go on.
+    """
+    pool = _idle.pop() if _idle else ThreadPoolExecutor(IN_FLIGHT, initializer=_be_polite)
+    try:
+        yield pool
+    finally:
+        _idle.append(pool)
+
+
+def _results(jobs: Sequence[Future[int]]) -> tuple[int, ...]:
+    """After an error, what has begun is waited for: it still writes."""
+    try:
+        return tuple(job.result() for job in jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
 
 
 def is_written(memory: memoryview, shard: Shard) -> bool:

@@ -1,0 +1,321 @@
+"""
+Disks in trouble in the middle of a save: training goes on, it is said once with what to do, the next save tries
+again, and two good checkpoints stay. And power that is lost between any two operations of the saver.
+"""
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import FaultyDisk, Loss, _restore
+from vramfarm import folder, protocol
+from vramfarm.protocol import Env, Slot, Word
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from test_saver import Attempt, names, until, wrong  # noqa: E402  # the path is set above
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The shim of trouble.c."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc on this machine")
+    built = tmp_path_factory.mktemp("shim") / "trouble.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", built, HERE / "trouble.c", "-ldl", "-lpthread"], check=True, timeout=60
+    )
+    return built
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    """Two ranks that save ten times a second, and two checkpoints that are kept."""
+    started = []
+
+    def start(*arguments, **env):
+        one = Attempt(tmp_path, **{Env.KEEP_LAST: "2", **env})
+        started.append(one)
+        return one.start("--steps", "1000000", *arguments)
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
+
+
+class Trouble:
+    """Orders for the shim."""
+
+    def __init__(self, tmp_path, library):
+        self.orders = tmp_path / "orders"
+        self.log = tmp_path / "operations"
+        self.root = tmp_path / "checkpoints"
+        self.env = {"LD_PRELOAD": str(library), "TROUBLE_ROOT": str(self.root), "TROUBLE_ORDERS": str(self.orders)}
+
+    def give(self, text):
+        partial = self.orders.with_suffix(".new")
+        partial.write_text(text + "\n")
+        partial.rename(self.orders)
+
+    def end(self):
+        self.orders.unlink()
+
+
+@pytest.fixture
+def trouble(tmp_path, library):
+    return Trouble(tmp_path, library)
+
+
+def wait_for(attempt, word, more=1):
+    """Until a count on the page is larger by `more`."""
+    before = attempt.page[word]
+    until(lambda: attempt.page[word] >= before + more, PATIENCE_S)
+
+
+def goes_on(attempt):
+    """Whether ranks make steps now."""
+    before = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > before + 20, PATIENCE_S)
+    return True
+
+
+def left_behind(attempt):
+    """What is wrong when all have ended: checkpoints that are not what was staged, and halves of some."""
+    attempt.kill()
+    attempt.wait(PATIENCE_S)
+    halves = [name for name in names(attempt.checkpoints) if name.startswith((protocol.TEMPORARY, protocol.REMOVED))]
+    return wrong(attempt.checkpoints) + halves
+
+
+def said(attempt):
+    return [line for line in (attempt.folder / "saver.log").read_text().splitlines() if "failed" in line]
+
+
+TROUBLES = {
+    "fsync fails": ("fsync", errno.EIO, "Input/output error; the disk, or the server behind it, fails"),
+    "a write fails": ("write", errno.EIO, "the disk, or the server behind it, fails"),
+    "a stale handle": ("open", errno.ESTALE, "Stale file handle; the disk, or the server behind it, fails"),
+    "the quota is used up": ("write", errno.EDQUOT, "Disk quota exceeded; free some space there"),
+    "the disk is full": ("write", errno.ENOSPC, "No space left on device; free some space there"),
+    "read-only": ("mkdir", errno.EROFS, "Read-only file system; it has been mounted read-only"),
+    "the commit fails": ("rename", errno.EIO, "the disk, or the server behind it, fails"),
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_trouble_with_the_disk_stops_saving_and_not_training(attempt, trouble, kind):
+    """
+    Whichever operation fails: what is said says where and what to do, once a try; nothing half-written stays; the two
+    good ones do; and when it is over the next save is there.
+    """
+    operation, code, words = TROUBLES[kind]
+    training = attempt(**trouble.env)
+    wait_for(training, Word.NUM_COMMITTED, 2)
+
+    trouble.give(f"{operation} {code} 0")
+    wait_for(training, Word.NUM_FAILED)
+    failed, error = training.page[Word.NUM_FAILED], training.page.error()
+    went_on, kept = goes_on(training), training.steps()
+    trouble.end()
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert words in error
+    assert str(trouble.root) in error
+    assert failed == len(said(training)[:failed])
+    assert (True, 2) == (went_on, len(kept))
+    assert [] == left_behind(training)
+
+
+def test_a_slow_disk_slows_no_step(attempt, trouble):
+    """
+    At 0.1 MB/s a save takes seconds: steps are made all the while, none waits for it, and a second save that is due
+    meanwhile waits for its turn.
+    """
+    training = attempt("--step-time", "0.005", **trouble.env)
+    wait_for(training, Word.NUM_COMMITTED)
+    trouble.give("write 0 10000000")
+    until(lambda: training.page[Word.SAVING_STEP], PATIENCE_S)
+    wait_for(training, Word.NUM_COMMITTED)
+    until(lambda: training.page[Word.SAVING_STEP], PATIENCE_S)
+    step, began, committed = training.page.get(0, Slot.STEP), time.monotonic(), training.page[Word.NUM_COMMITTED]
+
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert committed + 1 == training.page[Word.NUM_COMMITTED]
+    assert training.page[Word.SAVE_NS] > 0.9e9
+    assert training.page.get(0, Slot.STEP) - step > 10
+    assert time.monotonic() - began < PATIENCE_S
+    trouble.end()
+    assert (0, []) == (training.page[Word.NUM_FAILED], left_behind(training))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of a few MB below `checkpoints`, which a test may fill."""
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip("this user may not mount a filesystem")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_disk_that_somebody_fills_keeps_both_checkpoints(small_disk, attempt):
+    """
+    A real one: what does not fit even without the older checkpoint is no reason to remove that one. When there is
+    room again, saves go on.
+    """
+    training = attempt()
+    wait_for(training, Word.NUM_COMMITTED, 3)
+    stop_between_saves(training)
+    space = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (space.f_bavail - 1) * space.f_frsize)
+    os.kill(training.saver(), signal.SIGCONT)
+    wait_for(training, Word.NUM_FAILED)
+    error, went_on, kept = training.page.error(), goes_on(training), training.steps()
+    (small_disk / "filler").unlink()
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert "free some space there" in error
+    assert (True, 2) == (went_on, len(kept))
+    assert [] == left_behind(training)
+
+
+def stop_between_saves(attempt):
+    """Stop the saver where two checkpoints are there and nothing is being written or removed."""
+
+    def is_quiet():
+        os.kill(attempt.saver(), signal.SIGSTOP)
+        if [protocol.SAVER_LOCK, "step", "step"] == [
+            name[:11] if name[0] == "." else "step" for name in names(attempt.checkpoints)
+        ]:
+            return True
+        os.kill(attempt.saver(), signal.SIGCONT)
+        return False
+
+    until(is_quiet, PATIENCE_S)
+
+
+def test_a_saver_that_gets_no_more_memory_is_not_stuck(attempt):
+    """
+    A save then succeeds with what it has, or fails, or the saver dies and has a successor; training goes on, and
+    when there is memory again saves go on.
+    """
+    training = attempt()
+    wait_for(training, Word.NUM_COMMITTED, 3)
+    saver, page = training.saver(), training.page
+    before = page[Word.NUM_COMMITTED] + page[Word.NUM_FAILED]
+
+    resource.prlimit(saver, resource.RLIMIT_AS, (1 << 20, -1))
+    until(
+        lambda: page[Word.NUM_COMMITTED] + page[Word.NUM_FAILED] > before + 2 or page[Word.SAVER_PID] != saver,
+        PATIENCE_S,
+    )
+    went_on, kept = goes_on(training), training.steps()
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(saver, resource.RLIMIT_AS, (-1, -1))
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert went_on
+    assert len(kept) >= 2
+    assert [] == left_behind(training)
+
+
+# ------------------------------------------------------------------------------- power
+
+
+def operations(log):
+    """(operation, path, other, offset, bytes) as the saver made them."""
+    raw, at, found = log.read_bytes(), 0, []
+    while at < len(raw):
+        end = raw.index(b"\n", at)
+        name, path, other, offset, size = raw[at:end].decode().split("\t")
+        at = end + 1 + int(size)
+        found.append((name, Path(path), Path(other), int(offset), raw[end + 1 : at]))
+    return found
+
+
+class Replayed:
+    """What the saver did, done again one by one, on a disk that knows what is durable."""
+
+    def __init__(self, before, after):
+        after.mkdir()
+        self.before, self.after = before, after
+        self.disk = FaultyDisk(after)
+        self.durable, self._named = set(), set()
+
+    def do(self, operation, path, other, offset, content):
+        path = self._here(path)
+        match operation:
+            case "mkdir":  # the next save: the one before was called committed
+                self.disk.make_folder(path)
+                self.durable |= self._named
+            case "create" | "empty":
+                self.disk.write_at(path, 0, b"")
+                if operation == "empty":
+                    os.truncate(path, 0)
+            case "write":
+                self.disk.write_at(path, offset, content)
+            case "truncate":
+                os.truncate(path, offset)
+            case "fsync":
+                self.disk.sync(path)
+                if path == self.after:
+                    self.durable |= self._named
+                    self._named = set()
+            case "rename":
+                self.disk.rename(path, self._here(other))
+                self._named = (self._named | {self._here(other).name}) - {path.name}
+                self.durable.discard(path.name)
+            case "remove":
+                self.disk.remove(path)
+        self.disk._notice()
+
+    def _here(self, path):
+        return self.after / path.relative_to(self.before)
+
+    def lose(self, loss, place, seed):
+        place.mkdir()
+        _restore(self.disk._tree, place, loss, random.Random(seed))
+
+
+def test_power_lost_at_any_operation_of_a_save_loses_no_checkpoint(attempt, trouble, tmp_path):
+    """
+    Whatever a filesystem makes of what was not synced, between any two operations of four saves and the removal of
+    older ones: what has a checkpoint's name is whole and what was staged, and what was committed is there.
+    """
+    training = attempt(TROUBLE_LOG=str(trouble.log), **trouble.env)
+    until(lambda: training.page[Word.NUM_COMMITTED] >= 4, PATIENCE_S)
+    training.kill()
+    training.wait(PATIENCE_S)
+    replayed, seen, found = Replayed(trouble.root, tmp_path / "replayed"), set(), []
+
+    for number, operation in enumerate(operations(trouble.log)[1:]):  # the first makes the folder itself
+        replayed.do(*operation)
+        seen.add(operation[0])
+        for loss in Loss:
+            place = tmp_path / "lost"
+            replayed.lose(loss, place, number)
+            there = {s.path.name for s in folder.committed(place)}
+            found += [(number, operation[:2], loss, w) for w in wrong(place)]
+            lost = {n for n in replayed.durable if n.startswith("step-")} - there
+            found += [(number, operation[:2], loss, f"{name} is gone") for name in lost]
+            shutil.rmtree(place)
+
+    assert [] == found
+    assert {"mkdir", "create", "write", "truncate", "fsync", "rename", "remove"} <= seen
+    assert number > 60
