@@ -1,7 +1,9 @@
 """`plan`: what a job takes, in 80 columns or JSON; and what `run` would do now, without doing it."""
 
+import fcntl
 import json
 import os
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from runner.storage.checksums import crc32
 from runner.storage.disk import Disk
 from runner.storage.journal import Journal
 from tests.farmhouse import open_farm
-from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
+from vramfarm.protocol import Env, Manifest, Shard, dump_manifest, shard_name
 
 NOW = datetime.now(UTC) - timedelta(minutes=1)  # a back-off of ten seconds is over
 EIGHT_B = ("--parameters", "8e9", "--cards", "4", "--gpu", "h100", "--strategy", "fsdp_full_shard")
@@ -80,6 +82,8 @@ def ran(tmp_path):
             number=1, id="x" * 32, resume=None, lineage=0, boot_id="b", launched_at=NOW, world_size=8, global_batch=32
         )
         journal.append(events.launched(attempt))
+        if ending is None:
+            return folder
         journal.append(events.exited(ending, Exit(code=1), step=500, reason="CUDA error", at=NOW))
         if conclusion:
             journal.append(events.concluded(Conclusion(outcome=conclusion, reason="training is done", at=NOW)))
@@ -322,6 +326,35 @@ def test_a_run_that_is_over_trains_nothing(answer, job, ran):
     ran(Ending.SUCCEEDED, Outcome.SUCCEEDED)
 
     assert ["end with exit code 0: training is done"] == answer("--config", job())["next"]
+
+
+def test_a_second_runner_is_foreseen_to_be_refused(answer, job, ran):
+    """
+    Another one holds the lock.
+    """
+    with (ran() / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        told = answer("--config", job())["next"]
+
+    assert ["a runner is at work on this run: see status; a second one is refused (exit 5)"] == told
+
+
+def test_ranks_that_live_on_without_a_runner_are_seen(answer, job, ran):
+    """
+    The runner was killed; its training was not. And when the training has ended, how it did is read.
+    """
+    folder = ran(ending=None)
+    write_checkpoint(folder / "checkpoints", 500)
+    with subprocess.Popen(["sleep", "60"], env={Env.ATTEMPT_ID: "x" * 32}) as rank:
+        living = answer("--config", job())["next"]
+        rank.kill()
+    at = folder / "logs" / "attempt-0001"
+    at.mkdir(parents=True)
+    (at / "exit.json").write_text('{"code": 0}')
+    ended = answer("--config", job())["next"]
+
+    assert ["attempt 1 is still training without its runner: `run` goes on watching it"] == living
+    assert ["attempt succeeded at step 0 (exit 0)", "conclude succeeded: training is done"] == ended[:2]
 
 
 def test_a_store_that_cannot_be_asked_is_said(answer, job, tmp_path):

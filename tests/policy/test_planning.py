@@ -135,6 +135,26 @@ def test_accumulation_spares_ddp_the_sending_and_full_shard_not():
     assert 4 * traffic_bytes(replace(EIGHT_B, strategy=S.ZERO3), 4) == traffic_bytes(replace(four, strategy=S.ZERO3), 4)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [(S.DDP, 24), (S.ZERO1, 24), (S.ZERO2, 60), (S.SHARD_GRAD_OP, 96), (S.ZERO3, 144), (S.LORA, 0.48)],
+)
+def test_what_four_micro_batches_send_depends_on_what_is_spread(strategy, expected):
+    """
+    GB a card, 8B on four cards: gradients once a step, or with every micro-batch, or the weights, too.
+    """
+    assert expected * GB == traffic_bytes(replace(EIGHT_B, strategy=strategy, accumulation=4), 4)
+
+
+def test_what_is_not_spread_is_in_system_memory_as_often_as_there_are_cards():
+    """
+    12 bytes a parameter of 8B, four times with DDP, once with ZeRO.
+    """
+    alone, spread = replace(EIGHT_B, offload=True), replace(EIGHT_B, offload=True, strategy=S.ZERO2)
+
+    assert (384 * GB, 96 * GB) == (memory(alone, 4).host, memory(spread, 4).host)
+
+
 def test_a_checkpoint_with_optimizer_states_is_over_100_gb():
     """
     8B: weights and AdamW's states; the ones that are kept, one being written, one being uploaded.
