@@ -39,6 +39,7 @@ from runner.facts import (
 )
 from runner.job import Job, LauncherName
 from runner.policy.comm import TOTAL_S, Setting, judge_trials, next_order
+from runner.policy.fit import judge_fit
 from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topology, link_class, wires
 from runner.policy.preflight import (
     LAUNCHER_MODULES,
@@ -96,7 +97,7 @@ def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> l
     """All that can be said before the code is there."""
     sight = _Sight(mission)
     checks = {
-        "cards": lambda: judge_report(sight.report(), mission.job),
+        "cards": lambda: _cards(mission, sight),
         "links": lambda: _links(mission, sight),
         "cards.log": lambda: judge_xids(smi.read_xids()) if mission.num_cards else (),
         "comm": lambda: _comm(mission, sight),
@@ -205,6 +206,13 @@ def _tables(mission: Mission) -> tuple[Reading, ...]:
         return ()
     asked = (("topo", "-m"), ("topo", "-p2p", "r"))
     return tuple(read(smi.read_table(*words, program=mission.smi) or "") for words in asked)
+
+
+def _cards(mission: Mission, sight: _Sight) -> Iterable[Finding]:
+    report = sight.report()
+    smallest = min((card.memory_bytes for card in report.cards), default=0) if report else 0
+    fit = judge_fit(mission.job, num_procs=mission.num_procs, card_bytes=smallest)
+    return (*judge_report(report, mission.job), *fit)
 
 
 def _links(mission: Mission, sight: _Sight) -> Iterable[Finding]:

@@ -57,6 +57,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "ECC errors since the driver was loaded, remapped memory rows, MIG, the compute mode.",
         "A row that could not be remapped, or a card on which nothing may run: swap. The rest is said; remember it when a run fails.",
     ),
+    "cards.fit": Check(
+        "Where job.yaml has a `model`: what each card is expected to hold, against its memory. An estimate, as `plan` makes it.",
+        "The strategy that it names, a smaller `per_card`, or bigger cards: out of memory comes within the first steps.",
+    ),
     "cards.busy": Check(
         "Processes and memory in use on the cards before the job.",
         "End what is yours (an old run, a notebook). If it is not yours, the cards are not yours alone: tell support.",
