@@ -431,6 +431,7 @@ class Observed:
     num_procs: int = 0  # that a launch starts: one a card
     card: str = ""  # their model, as the driver calls it
     global_batch: int = 0  # samples a step, where job.yaml says it
+    stored_batch: int = 0  # the same, as the job that the store has says it
     refusal: str = ""  # why this machine cannot do the job at all: too few cards
     preflight: Preflight | None = None  # what was found so far in this life
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none

@@ -234,6 +234,7 @@ class RealWorld:
             num_procs=self._setting.num_procs,
             card=self._setting.card,
             global_batch=self._job.batch.global_ if self._job.batch else 0,
+            stored_batch=self._store.global_batch(),
             lease=self._lease.look(tasks.get(TaskKind.LEASE)),
             preflight=self._checked.verdict,
             setup_digest=self._setting.setup_digest,
@@ -775,6 +776,12 @@ class _StoreView:
             elif isinstance(state, Failed) and kind is TaskKind.RESTORE and state.damaged:
                 self.unusable.add(state.subject)
             self._known[kind] = state
+
+    def global_batch(self) -> int:
+        """Of the job that is there; 0 where it has none, or makes no sense."""
+        batch = self.job.get("batch")
+        samples = batch.get("global") if isinstance(batch, Mapping) else 0
+        return samples if isinstance(samples, int) else 0
 
     def _finished(self, kind: TaskKind, state: Finished, before: TaskState) -> None:
         started = getattr(before, "started_at", None)

@@ -31,7 +31,7 @@ def cli(tmp_path: Path):
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             cwd=tmp_path,
             check=False,
             env={**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path), **env},

@@ -107,14 +107,14 @@ class _Before:
 
 
 def _before(launch: Launch, history: History, seen: Observed) -> _Before | None:
-    """What the checkpoint that is resumed was trained with; None at step 0."""
+    """What the checkpoint that is resumed was trained with; None at step 0. On another machine the store says it."""
     if launch.resume is None:
         return None
     last = next((a for a in reversed(history.attempts) if _made(a, launch.resume)), None)
     if last is not None and last.world_size:
         return _Before(last.world_size, last.global_batch)
     known = (c for c in (*seen.local, *(seen.offsite or ())) if c.ref == launch.resume)
-    return next((_Before(c.world_size, 0) for c in known), None)
+    return next((_Before(c.world_size, seen.stored_batch) for c in known), None)
 
 
 def _made(attempt: Attempt, ref: Ref) -> bool:

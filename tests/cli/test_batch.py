@@ -24,6 +24,7 @@ def train(tmp_path, cli):
             "launcher": "command",
             "cpu_processes": processes,
             "batch": {"global": samples, "per_card": 2},
+            "preflight": {"comm_test": False},
             "provider": {"kind": "none"},
         }
         (tmp_path / "job.yaml").write_text(json.dumps(job))

@@ -38,7 +38,15 @@ def told(*, samples=256, cards=4, before=8, before_batch=256, resume=REF, whole=
         global_batch=before_batch,
     )
     checkpoint = Checkpoint(ref=REF, size_bytes=1, world_size=before, written_at=NOW)
-    seen = Observed(now=NOW, boot_id="b", life="l", num_procs=cards, global_batch=samples, local=(checkpoint,))
+    seen = Observed(
+        now=NOW,
+        boot_id="b",
+        life="l",
+        num_procs=cards,
+        global_batch=samples,
+        stored_batch=before_batch,
+        local=(checkpoint,),
+    )
     history = History(attempts=(attempt,) if whole else ())
     wish = {"batch": {"global": samples, "per_card": 4}} if samples else {}
     return list(tell_batch(job(**wish), Launch(2, resume, 0), history, seen))
@@ -159,9 +167,17 @@ def test_the_checkpoint_says_on_how_many_cards_it_was_made():
     """
     On a new machine the journal is new, too.
     """
-    (line,) = told(samples=0, whole=False)
+    (line,) = told(samples=0, whole=False, before_batch=0)
 
     assert line.startswith("8 cards before, 4 now")
+
+
+def test_the_store_says_with_which_batch_it_was_made():
+    """
+    The same change of the batch, on another machine than the one that began.
+    """
+    assert told(samples=1024, cards=8) == told(samples=1024, cards=8, whole=False)
+    assert told() == told(whole=False)
 
 
 @pytest.mark.parametrize("same", [{"samples": 0, "before_batch": 0, "before": 4}, {"samples": 0, "resume": None}])
