@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("slow machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slow machine")  # a property does not fail because its machine is busy
 
 _OURS = ("VRAMFARM_", "RUNNER_", "RUNPOD_", "VAST_", "AWS_")
 
