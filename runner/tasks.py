@@ -32,6 +32,7 @@ from runner.policy import ledger
 from runner.policy.lifecycle import CODE, MACHINE
 from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.preflight import Mission, look_at_code, look_at_machine
+from runner.report import gather_store, page
 from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -308,6 +309,8 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     number = _publish_files(store, arguments, log_bytes=_LOG_SOON_BYTES if soon else _LOG_LIMIT_BYTES)
     if conclusion:
         transfer.publish(store, arguments["job"], {"outcome.json": json.dumps(conclusion).encode()})
+    if not is_running and arguments["machine"]["attempts"]:  # else an earlier machine's report says more
+        _publish_report(store, arguments)
     return {"summary": f"{number} files"}
 
 
@@ -390,6 +393,15 @@ def _publish_files(store: Store, arguments: Arguments, *, log_bytes: int = 0) ->
         files |= _logs(run_dir, arguments, log_bytes, number)
     transfer.publish(store, arguments["job"], files)
     return len(files)
+
+
+def _publish_report(store: Store, arguments: Arguments) -> None:
+    """Of all machines: only the store knows them."""
+    status = Path(arguments["run_dir"]) / "status.json"
+    with suppress(FileNotFoundError):
+        transfer.publish(store, arguments["job"], {"status.json": status.read_bytes()})
+    written = page(gather_store(store, arguments["job"]))
+    transfer.publish(store, arguments["job"], {"report.html": written.encode()})
 
 
 def _write_ledger(store: Store, arguments: Arguments) -> int:

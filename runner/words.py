@@ -32,7 +32,7 @@ from runner.job import Job, format_duration
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
-from runner.policy.ledger import describe_machine, merge
+from runner.policy.ledger import describe_machine, dump, merge
 from runner.policy.lifecycle import (
     EXIT_CODES,
     LEFT,
@@ -410,6 +410,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "deadline_why": seen.deadline_why,
         "cost": cost(around.server, around.first_boot_at, seen.now, history.earlier.cost),
         "spent": _spent(history, seen, around),
+        "machines": dump(tuple(spending.machine for spending in _spendings(history, seen, around)))["machines"],
         "server": around.server.id if around.server else None,
         "lease": {"state": seen.lease.state, "fence": seen.lease.fence, "who": seen.lease.who},
         "outcome": outcome,

@@ -117,6 +117,14 @@ class RunFolder:
         return self.root / "status.json"
 
     @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
     def holder(self) -> Path:
         return self.root / "holder"
 
@@ -198,11 +206,9 @@ class RealWorld:
         self._watcher.join(1)
 
     def _has_last_words(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
-        """Whether the store does not know yet how this boot ended, and we may tell it."""
-        if not self._history.machine or self._lease.look(tasks.get(TaskKind.LEASE)).state not in _MAY_WRITE:
-            return False
-        told, conclusion = tasks.get(TaskKind.PUBLISH), self._history.conclusion
-        return not (conclusion and isinstance(told, Finished) and told.subject == conclusion.outcome)
+        """Whether there is something to tell of this boot, and we may."""
+        lease = self._lease.look(tasks.get(TaskKind.LEASE))
+        return bool(self._history.machine) and lease.state in _MAY_WRITE
 
     # ------------------------------------------------------------------------------- look
 

@@ -32,6 +32,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "explain": "say what a saved reading of a machine means (nvidia-smi topo -m, df, all_reduce_perf, …)",
     "status": "how a run is doing",
     "attach": "look in on a run: how far it is, what is safe, its log; q detaches",
+    "report": "what a run came to: machines, attempts, cost, goodput",
     "logs": "what the ranks and the launcher wrote",
     "events": "what the runner did, one line each",
     "triage": "the first real error of a log, and what to do about it",

@@ -19,6 +19,7 @@ from runner.job import Job
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import Accept, Action, End, Launch, Wait
 from runner.policy.scaling import tell_scaling
+from runner.report import gather_folder, page
 from runner.supervise.logs import Follower
 from runner.words import (
     Surroundings,
@@ -39,6 +40,8 @@ _LATE: Final = timedelta(seconds=30)
 _FIRST_MINUTE: Final = timedelta(minutes=1)
 _ECHO_LINES: Final = 50  # of a stream a look: a script that prints thousands a second must not fill the disk twice
 _STATUS_EVERY: Final = timedelta(seconds=2)
+_MEASURE_EVERY: Final = timedelta(seconds=10)
+_MAX_METRICS_BYTES: Final = 8 << 20
 
 
 def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
@@ -87,6 +90,8 @@ class Teller:
         self._followed: Path | None = None
         self._begun_at = datetime.now(UTC)
         self._message = ""
+        self._measured_at: datetime | None = None
+        self._measured_step = 0
         self._stop_timeout = stop_timeout
         self._save_s = _remembered_save_s(folder.status)
         self._enough: bool | None = None
@@ -116,6 +121,7 @@ class Teller:
             for line in tell_batch(self._job, action, history, seen):
                 self._log.info(line)
         self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
+        self._measure(seen, history)
         self._before = seen
 
     def _say(self, line: str) -> None:
@@ -181,6 +187,24 @@ class Teller:
             fresh.write_text(text)
             fresh.replace(self._folder.status)
 
+    def _measure(self, seen: Observed, history: History) -> None:
+        """For the curves of the report: a line every ten seconds in which a step was made, some megabytes at most."""
+        progress = seen.progress
+        moved = progress.step and (self._before is None or progress.step != self._measured_step)
+        if not moved or not history.attempts or (self._measured_at and seen.now < self._measured_at):
+            return
+        self._measured_at, self._measured_step = seen.now + _MEASURE_EVERY, progress.step
+        line = {
+            "at": seen.now.isoformat(timespec="seconds"),
+            "attempt": history.attempts[-1].number,
+            "step": progress.step,
+            "loss": progress.loss,
+            "steps_per_s": progress.steps_per_s,
+        }
+        with suppress(OSError), self._folder.metrics.open("a") as file:
+            if file.tell() < _MAX_METRICS_BYTES:
+                file.write(json.dumps(line) + "\n")
+
     def close(self, history: History, end: End) -> None:
         if self._before is None:
             return
@@ -189,6 +213,8 @@ class Teller:
         for line in closing(self._job, history, seen, self._around, end):
             self._log.info(f"  {line}")
         self._write_status(self._before, history, acted=True)
+        with suppress(OSError):
+            self._folder.report.write_text(page(gather_folder(self._folder.root)))
 
 
 def _remembered_save_s(path: Path) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
@@ -150,23 +150,37 @@ def parse_machine(entry: Mapping[str, Any]) -> Machine:
 
 
 def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
+    resume = found.get("resume")
     return Attempt(
-        number=int(found["number"]),
+        number=_count(found["number"]),
         id=str(found["id"]),
-        resume=None if found.get("resume") is None else Ref(**found["resume"]),
+        resume=None if resume is None else Ref(**{**resume, "step": _count(resume["step"])}),
         lineage=int(found["lineage"]),
         boot_id=str(found.get("boot_id", "")),
-        launched_at=datetime.fromisoformat(found["launched_at"]),
+        launched_at=_moment(found["launched_at"]) or _NEVER,
         first_step_at=_moment(found.get("first_step_at")),
         ended_at=_moment(found.get("ended_at")),
         ending=Ending(found["ending"]) if found.get("ending") else None,
         exit=Exit(code=found.get("code")) if found.get("ending") else None,
-        step=int(found.get("step", 0)),
+        step=_count(found.get("step", 0)),
         reason=str(found.get("reason", ""))[:2000],
         world_size=int(found.get("world_size", 0)),
         steps_per_s=float(found.get("steps_per_s") or 0.0),
     )
 
 
+_NEVER: Final = datetime.min.replace(tzinfo=UTC)
+
+
 def _moment(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text) if text else None
+    """`ValueError` for a time without a zone, which could not be compared."""
+    moment = datetime.fromisoformat(text) if text else None
+    if moment is not None and moment.tzinfo is None:
+        raise ValueError("a time without a zone")
+    return moment
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError("no number of steps or attempts")
+    return value

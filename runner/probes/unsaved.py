@@ -27,6 +27,8 @@ _OURS: Final = frozenset(
         "lock",
         "holder",
         "status.json",
+        "metrics.jsonl",
+        "report.html",
         "stop",
         ".ballast",
     }

@@ -94,6 +94,14 @@ def check_history(folder):
         assert "training from step" in command("logs", address, "--attempt", str(number)).stdout
     assert "expected logs of attempt 3, found 1, 2" in command("logs", address, "--attempt", "3").stderr
     assert "tiny  succeeded (exit code 0)" in command("status", address).stdout
+    report = command("report", address).stdout
+    assert [True] * 4 == [
+        text in report for text in ("machine 1", "attempt 1  interrupted", "machine 2", "attempt 2  succ")
+    ]
+    page = (store / "report.html").read_text()
+    assert ["/first/tiny", "/third/tiny", "polyline"] == [
+        w for w in ("/first/tiny", "/third/tiny", "polyline") if w in page
+    ]
 
 
 def command(*args):

@@ -1,0 +1,45 @@
+"""`report`: what a run came to: machines, attempts, first errors, cost, goodput, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from runner.cli.output import out, out_json
+from runner.cli.runs import find_run
+from runner.cli.stores import is_address, open_run
+from runner.errors import JobError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
+    )
+    parser.add_argument("--json", action="store_true", help="all of it, as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the page there, and nothing to the terminal")
+
+
+def run(args: argparse.Namespace) -> int:
+    from runner.report import as_json, gather_folder, gather_store, page, text  # noqa: PLC0415  # slow
+
+    if args.run is not None and is_address(args.run):
+        found = open_run(args.run)
+        report = gather_store(found.store, found.job)
+    else:
+        report = gather_folder(find_run(args.run, os.environ))
+    if not report.status and not report.spendings:
+        raise JobError(
+            f"{report.address}: expected a run, found neither a status nor a ledger", hint="is the name right?"
+        )
+    if args.json:
+        out_json(as_json(report))
+    elif args.html:
+        Path(args.html).write_text(page(report))
+    else:
+        for line in text(report):
+            out("".join(c if c.isprintable() else "?" for c in line))  # of a bucket: it must not move a cursor
+    return 0
