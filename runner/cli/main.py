@@ -38,6 +38,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "triage": "the first real error of a log, and what to do about it",
     "stop": "save, end the job, stop the server",
     "checkpoints": "list, verify, restore or export checkpoints",
+    "launch": "run a job in a container of this machine's Docker engine, with the flags that it needs",
     "simulate": "a local VRAMfarm: rent 'servers' on this machine",
 }
 _INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}

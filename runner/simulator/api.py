@@ -63,7 +63,7 @@ def _add_machines(api: FastAPI, farm: Farm) -> None:
         min_pcie_gb_s: float = 0,
         country: Annotated[list[str], Query()] = [],  # noqa: B006  # as above
         min_driver: Annotated[str, Query(pattern=r"^\d+(\.\d+){0,2}$")] = "0",
-        min_cuda: Annotated[str, Query(pattern=r"^\d+(\.\d+)?$")] = "0",
+        min_cuda: Annotated[str, Query(pattern=r"^\d+\.\d+$")] = "0.0",
         max_price: Decimal | None = None,
         sort: Annotated[str, Query(pattern="^-?(price|vram|pcie)$")] = "price",
         limit: Limit = 50,
@@ -291,7 +291,9 @@ async def _answer_problem(_: Request, error: Exception) -> Response:
 
 async def _answer_http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _problem(Problem(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else ""))  # noqa: PLR2004
+    problem = Problem(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else "")  # noqa: PLR2004
+    problem.headers = dict(error.headers or {})  # 405 names what is allowed
+    return _problem(problem)
 
 
 async def _answer_invalid(_: Request, error: Exception) -> Response:

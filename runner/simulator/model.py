@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-Count = Literal[1, 2, 4, 8]
 Country = Annotated[str, StringConstraints(pattern=r"^[A-Z]{2}$")]
 Cuda = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+$")]
 Label = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9._:-]+$")]
@@ -26,6 +25,17 @@ def _money(value: object) -> object:
 
 
 Money = Annotated[Decimal, BeforeValidator(_money), Field(ge=0, max_digits=20, decimal_places=4)]
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError("must be a number")  # noqa: TRY004  # pydantic makes a message of it
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_whole)]
+Count = Annotated[Literal[1, 2, 4, 8], BeforeValidator(_whole)]
 
 
 class Wire(BaseModel):
@@ -97,12 +107,12 @@ class ServerCreate(Wire):
     env: dict[Variable, Value] = Field(default={}, max_length=100)
     secrets: dict[Variable, Value] = Field(default={}, max_length=50)
     registry_auth: RegistryAuth | None = None
-    rental_days: int = Field(ge=1, le=365)
-    disk_gb: int = Field(ge=10)
+    rental_days: Whole = Field(ge=1, le=365)
+    disk_gb: Whole = Field(ge=10)
     max_price: Money | None = None
-    min_ram_gb: int | None = Field(default=None, ge=1)
-    min_cpu_cores: int | None = Field(default=None, ge=1)
-    min_pcie_gb_s: float | None = Field(default=None, gt=0)
+    min_ram_gb: Whole | None = Field(default=None, ge=1)
+    min_cpu_cores: Whole | None = Field(default=None, ge=1)
+    min_pcie_gb_s: Number | None = Field(default=None, gt=0)
     min_cuda: Cuda | None = None
     countries: list[Country] = []
     ssh_public_key: str | None = Field(default=None, max_length=4096)
@@ -136,7 +146,7 @@ class ServerUpdate(Wire):
 class StopRequest(Wire):
     save: SaveSpec | None
     on_save_failure: Literal["keep_running", "stop_anyway"] = "keep_running"
-    grace_seconds: int = Field(default=30, ge=0, le=300)
+    grace_seconds: Whole = Field(default=30, ge=0, le=300)
     reason: Literal["user_request", "self_request", "job_succeeded", "job_failed"] = "user_request"
 
 
@@ -204,10 +214,10 @@ class Server(Wire):
 
 
 class Activity(Wire):
-    gpu_util_percent: float | None = Field(default=None, ge=0, le=100)
-    ssh_connections: int | None = Field(default=None, ge=0)
-    jupyter_connections: int | None = Field(default=None, ge=0)
-    exit_code: int | None = Field(default=None, ge=0, le=255)
+    gpu_util_percent: Number | None = Field(default=None, ge=0, le=100)
+    ssh_connections: Whole | None = Field(default=None, ge=0)
+    jupyter_connections: Whole | None = Field(default=None, ge=0)
+    exit_code: Whole | None = Field(default=None, ge=0, le=255)
 
 
 class Stopping(BaseModel):
@@ -248,10 +258,10 @@ class Email(Wire):
 class Fault(Wire):
     operation: str
     kind: Literal["status", "timeout", "reset", "drop_after_commit", "html_body", "slow"]
-    status: int = Field(default=503, ge=400, le=599)
-    times: int = Field(default=1, ge=1)
-    retry_after: int | None = Field(default=None, ge=0)
-    delay_ms: int = Field(default=0, ge=0, le=120_000)
+    status: Whole = Field(default=503, ge=400, le=599)
+    times: Whole = Field(default=1, ge=1)
+    retry_after: Whole | None = Field(default=None, ge=0)
+    delay_ms: Whole = Field(default=0, ge=0, le=120_000)
 
 
 class Faults(Wire):
@@ -259,4 +269,4 @@ class Faults(Wire):
 
 
 class Advance(Wire):
-    advance_seconds: int = Field(ge=0, le=31_536_000)
+    advance_seconds: Whole = Field(ge=0, le=31_536_000)

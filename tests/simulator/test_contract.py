@@ -1,0 +1,46 @@
+"""The simulator against the contract that it and the provider module were written to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from runner import simulator
+from tests.farmhouse import Farmhouse
+
+CONTRACT = Path(simulator.__file__).with_name("openapi.yaml")
+NOT_ITS_BUSINESS = (
+    "positive_data_acceptance",  # a cursor that it never gave, a key for repeats that came before: well-formed, and wrong
+)
+CONTROLS_OF_THE_TEST = r"_sim/(clock|faults)"  # time and faults: whatever comes next would be answered by them
+
+
+@pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed (the dev extra)")
+def test_every_answer_is_one_that_the_contract_promises(house: Farmhouse):
+    """
+    Status, type, headers and body of what examples, limits of every field and random requests get: no surprise,
+    and never an error of ours.
+    """
+    st = Path(sys.executable).with_name("st")
+    header = f"Authorization: Bearer {house.farm.account_key}"
+    phases = ("--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--max-time", "40")
+    steady = ("--generation-deterministic", "--continue-on-failure", "--no-color", "--warnings", "off")
+
+    done = subprocess.run(
+        [
+            *(str(st), "run", str(CONTRACT), "--url", house.url, "--header", header, *phases, *steady),
+            *("--exclude-checks", ",".join(NOT_ITS_BUSINESS), "--exclude-path-regex", CONTROLS_OF_THE_TEST),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        cwd=house.farm.state,
+    )
+
+    assert 0 == done.returncode, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "Tested:" in done.stdout
