@@ -154,6 +154,7 @@ class History:
     job_digest: str = ""
     attempts: tuple[Attempt, ...] = ()
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
+    distrusted: tuple[tuple[int, int], ...] = ()  # attempt and step: its checkpoints from there on are not resumed from
     conclusion: Conclusion | None = None
     stop_sent_in: str = ""  # the life that last asked for the server's stop
     opened_at: datetime | None = None  # accepted, or reopened by the operator: limits count from here
@@ -338,6 +339,16 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The loss is not a finite number, or too large, since a step, and still is."""
+
+    good_step: int | None  # the last that was seen with a loss that was fine
+    since_step: int
+    num_steps: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
     """No progress for longer than is explained. `rank` is None if that cannot be told from outside."""
 
@@ -413,6 +424,7 @@ class Observed:
     diagnosis: Diagnosis | None = None  # of the last attempt, when it ended badly
     progress: Progress = Progress()
     hang: Hang | None = None  # of the live attempt
+    divergence: Divergence | None = None  # of the live attempt, where job.yaml has a guard for it
     straggler: str = ""  # which rank holds the others up, and why
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
     trainers_gone_at: datetime | None = None  # only savers of it are left

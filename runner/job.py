@@ -332,6 +332,24 @@ class HangPolicy(Model):
     safety_factor: float = Field(default=5.0, ge=1, description="Learned times are multiplied by this.")
 
 
+class GuardPolicy(Model):
+    nan_patience: int = Field(
+        default=0,
+        ge=0,
+        description="Steps in a row with a loss that is not a finite number before the run is given up; the last checkpoint from before is kept. 0: never.",
+    )
+    divergence_threshold: float | None = Field(
+        default=None, gt=0, description="With `nan_patience`: a loss above this counts, too."
+    )
+
+    @model_validator(mode="after")
+    def _patience_is_set(self) -> GuardPolicy:
+        if self.divergence_threshold is not None and not self.nan_patience:
+            msg = "divergence_threshold needs nan_patience: after how many steps above it the run is given up"
+            raise ValueError(msg)
+        return self
+
+
 class Limits(Model):
     max_duration: Duration | None = Field(
         default=None,
@@ -456,6 +474,7 @@ class Job(Model):
     restart: RestartPolicy = Field(default=RestartPolicy(), description="After a failed attempt.")
     hang: HangPolicy = Field(default=HangPolicy(), description="When silence means trouble.")
     logs: LogPolicy = Field(default=LogPolicy(), description="What ranks and launcher print.")
+    guard: GuardPolicy = Field(default=GuardPolicy(), description="When training itself goes wrong.")
     limits: Limits = Field(default=Limits(), description="Time and money.")
     finish: FinishPolicy = Field(default=FinishPolicy(), description="What becomes of the server.")
     provider: ProviderPolicy = Field(default=ProviderPolicy(), description="Who rents the server out.")

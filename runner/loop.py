@@ -13,6 +13,7 @@ from runner.policy.lifecycle import (
     Cease,
     Conclude,
     Discard,
+    Distrust,
     End,
     Interrupt,
     Join,
@@ -95,6 +96,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             world.discard(name)
         case Prune(ref=ref):
             world.prune(ref)
+        case Distrust(number=number, step=step, reason=reason):
+            journal.append(events.distrusted(number, step, reason))
         case SetAside(ref=ref):
             world.set_aside(ref)
         case TrimLogs(max_bytes=max_bytes):

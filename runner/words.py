@@ -44,6 +44,7 @@ from runner.policy.lifecycle import (
     Cease,
     Conclude,
     Discard,
+    Distrust,
     End,
     Interrupt,
     Join,
@@ -175,8 +176,10 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"discard {name}: it was never committed"
         case Prune(ref=ref, reason=reason):
             return f"prune {ref.name}: {reason}"
-        case SetAside(ref=ref):
-            return f"set aside {ref.name}: its bytes are not what its manifest says; it is kept as .damaged-{ref.name}"
+        case SetAside(ref=ref, reason=reason):
+            return f"set aside {ref.name}: {reason}; it is kept as .damaged-{ref.name}"
+        case Distrust(step=step, reason=reason):
+            return f"distrust checkpoints from step {step} on: {reason}"
         case TrimLogs(max_bytes=max_bytes):
             return f"trim logs to {size(max_bytes)} (logs.max_size): beginnings and ends are kept"
         case Launch(number=number, resume=None, lineage=lineage):

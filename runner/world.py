@@ -53,9 +53,10 @@ from runner.facts import (
     TaskKind,
     TaskState,
 )
-from runner.job import HangPolicy, Job
+from runner.job import GuardPolicy, HangPolicy, Job
 from runner.policy import ledger
 from runner.policy.batch import accumulation
+from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
 from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import Wait
@@ -175,7 +176,7 @@ class RealWorld:
         self._logs = _Logs(folder.root / "logs")
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
-        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder))
+        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder), self._job.guard)
         self._saves = _Saves(self._job, setting.num_procs)
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
@@ -513,9 +514,10 @@ class RealWorld:
 class _AttemptSight:
     """What can be seen of the attempt that runs, or has just ended."""
 
-    def __init__(self, folder: RunFolder, hangs: _HangWatch) -> None:
+    def __init__(self, folder: RunFolder, hangs: _HangWatch, guard: GuardPolicy) -> None:
         self._folder = folder
         self._hangs = hangs
+        self._guard, self._loss = guard, LossWatch()
         self.attempt: Attempt | None = None
         self._reader: ProgressReader | None = None
         self._progress = Progress()
@@ -552,6 +554,7 @@ class _AttemptSight:
             diagnosis=self._diagnose(folder, exit_) if live is None else None,
             progress=self._progress,
             hang=hang,
+            divergence=divergence(self._loss) if live and self._guard.nan_patience else None,
             leave_sent_at=self._leave_sent_at,
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
@@ -584,6 +587,7 @@ class _AttemptSight:
             return
         page = self._reader.page
         self._progress = self._reader.read()
+        self._loss = watch_loss(self._loss, self._progress, self._guard)
         self._save_s = page[Word.SAVE_NS] * _NS
         began_at = self.attempt.resume.step if self.attempt.resume else 0
         if self._progress.step > began_at:
@@ -606,7 +610,7 @@ class _AttemptSight:
 
     def forget(self) -> None:
         self._hangs.forget()
-        self.__init__(self._folder, self._hangs)  # type: ignore[misc]  # as new
+        self.__init__(self._folder, self._hangs, self._guard)  # type: ignore[misc]  # as new
 
     @property
     def hang(self) -> Hang | None:

@@ -76,6 +76,7 @@ def parse_arguments():
     parser.add_argument(
         "--copy-time", type=float, default=0, help="training goes on while a save is copied for so long"
     )
+    parser.add_argument("--nan-at", type=int, default=0, help="the loss is not a number from this step on")
     parser.add_argument("--busy-at", type=int, default=0, help="compute something else for 8 s after this step")
     parser.add_argument("--fail-before-attach", action="store_true")
     return parser.parse_args()
@@ -131,7 +132,7 @@ class Trainer:
         print(f"rank {self.rank}: training from step {self.first}", flush=True)
         for step in range(self.first + 1, self.arguments.steps + 1):
             time.sleep(self.arguments.step_time)
-            self.seat.report(loss=1 / step, lr=0.001)
+            self.seat.report(loss=float("nan") if 0 < self.arguments.nan_at <= step else 1 / step, lr=0.001)
             reason = self.seat.finished(step, samples=step * self.world_size)
             if reason is not None and self.stage(step) and reason is Reason.LEAVE and self.seat.leave(step):
                 print(f"rank {self.rank}: left at step {step}", flush=True)

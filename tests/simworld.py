@@ -26,6 +26,7 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.loop import run
+from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.ledger import describe_machine, merge
 from runner.policy.lifecycle import End, Wait
 from runner.policy.limits import deadline
@@ -68,6 +69,7 @@ class Elsewhere:
     environments: list[dict[str, str]] = field(default_factory=list)  # the changes of each launch
     messages: list[tuple[str, str]] = field(default_factory=list)  # what people were told
     hanging_listener: bool = False  # a message is never delivered, nor refused
+    nan_from: dict[int, int] = field(default_factory=dict)  # attempt -> step from which on its loss is NaN
     store_down: tuple[datetime, datetime] | None = None
     store_refuses: bool = False
     deaf: bool = False  # the ranks never answer an interrupt
@@ -95,6 +97,7 @@ class SimWorld:
         self.life = f"life-{elsewhere.lives}"
         self.machine, self.born_at, self.history = str(root), elsewhere.now, History()
         self.attempt: Attempt | None = None
+        self.loss = LossWatch()
         self.step: int | None = None  # of the ranks; None: they are gone
         self.reached = 0
         self.exit: Exit | None = None
@@ -123,7 +126,8 @@ class SimWorld:
             exit=self.exit if mine else None,
             end=self.end if mine else None,
             diagnosis=self.elsewhere.diagnoses.get(last.number) if last else None,
-            progress=Progress(step=self.reached, attached=bool(live)),
+            progress=self._progress(bool(live)),
+            divergence=divergence(self.loss) if live else None,
             leave_sent_at=self.leave_sent_at,
             local=self.dir.committed(),
             leftovers=() if live else self.dir.leftovers(),
@@ -143,6 +147,13 @@ class SimWorld:
             deadline_at=deadline(self.job.limits, history.opened_at or now, self.server, history.earlier),
             last_upload_s=2 * TURN.total_seconds(),
         )
+
+    def _progress(self, attached: bool) -> Progress:
+        nan_from = self.elsewhere.nan_from.get(self.attempt.number if self.attempt else 0, 10**9)
+        loss = float("nan") if self.reached >= nan_from else 1.0
+        progress = Progress(step=self.reached, attached=attached, loss=loss if attached else None)
+        self.loss = watch_loss(self.loss, progress, self.job.guard)
+        return progress
 
     def digest(self) -> str:
         return "same"
@@ -287,6 +298,7 @@ class SimWorld:
         self.elsewhere.environments.append(dict(attempt.env))
         self.attempt, self.exit, self.end, self.leave_sent_at = attempt, None, None, None
         self.step = self.reached = attempt.resume.step if attempt.resume else 0
+        self.loss = LossWatch()
 
     def interrupt(self) -> None:
         self.leave_sent_at = self.elsewhere.now

@@ -24,6 +24,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import AtEnd, Job
+from runner.policy.divergence import first_distrusted, is_distrusted, newest_good
 from runner.policy.ledger import sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
@@ -98,9 +99,19 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Take a damaged checkpoint out of sight, for a human."""
+    """Take a checkpoint that must not be used out of sight, for a human."""
 
     ref: Ref
+    reason: str = "its bytes are not what its manifest says"
+
+
+@dataclass(frozen=True, slots=True)
+class Distrust:
+    """What this attempt saved from this step on is not to be used."""
+
+    number: int
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +197,7 @@ Action = (
     | Discard
     | Prune
     | SetAside
+    | Distrust
     | TrimLogs
     | Launch
     | RecordExit
@@ -205,8 +217,8 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
         return Accept()
     if _may_go_on(history, seen):
         history = replace(history, conclusion=None)
-    if ceasing := _cease(seen):
-        return ceasing
+    if first := _cease(seen) or _set_aside_spoilt(history, seen):
+        return first
     if seen.live is not None:
         return _while_live(job, history, seen, seen.live)
     if history.attempts and history.attempts[-1].ending is None:
@@ -235,6 +247,8 @@ def _while_live(job: Job, history: History, seen: Observed, live: Live) -> Actio
         return _wait_for_savers(job, history, seen)
     if seen.exit is not None:
         return _end_stragglers(seen)
+    if diverged := _end_diverged(job, history, seen):
+        return diverged
     reason = _why_leave(history, seen)
     if reason:
         return _make_it_leave(job, seen, reason) or _keep_house(job, history, seen) or Wait()
@@ -262,6 +276,28 @@ def _end_hung(history: History, seen: Observed, hang: Hang) -> Action | None:
         case state if state is None or state.subject != subject:
             return Begin(TaskKind.EVIDENCE, subject)
     return Kill(f"it hangs: {hang.reason}", hung=True)
+
+
+def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:
+    """
+    Written down first: which checkpoints are of no use, and that the job is over. It is killed and
+    not asked to save, since what it would save is spoilt.
+    """
+    attempt, found = history.attempts[-1], seen.divergence
+    if attempt.number not in dict(history.distrusted):
+        if found is None or not job.guard.nan_patience or found.num_steps < job.guard.nan_patience:
+            return None
+        since = f"the loss is {found.loss:.6g} since step {found.since_step}, for {found.num_steps} steps"
+        return Distrust(attempt.number, first_distrusted(attempt, found), since)
+    if history.conclusion is not None:
+        return Kill("what it learns now is of no use")
+    good = newest_good(seen.local, history, None)
+    go_on = f"go on from {good.name}" if good else "no checkpoint from before is here; start over"
+    cause = f"the loss went wrong (guard.nan_patience: {job.guard.nan_patience})"
+    return Conclude(
+        Outcome.GAVE_UP,
+        f"{cause}: {go_on}, with a lower learning rate or without the data of that step, and --go-on",
+    )
 
 
 def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
@@ -384,10 +420,20 @@ def _set_aside(seen: Observed) -> Action | None:
     return None
 
 
+def _set_aside_spoilt(history: History, seen: Observed) -> Action | None:
+    """Once nobody can add to them: newer than the good one, they would be taken for better."""
+    spoilt = next((c.ref for c in seen.local if is_distrusted(c.ref, history)), None)
+    if spoilt is None or seen.live is not None:
+        return None
+    return SetAside(spoilt, "it was saved after the loss went wrong")
+
+
 def _upload(job: Job, seen: Observed) -> Action | None:
     """Only the newest: by the time an older one is there, it is worth nothing."""
     ref = newest_unsafe(job, seen)
-    return None if ref is None else _begin(TaskKind.UPLOAD, ref.name, seen)
+    if seen.divergence is not None or ref is None:
+        return None  # what is saved now may be spoilt, and would drive the good one out of the store
+    return _begin(TaskKind.UPLOAD, ref.name, seen)
 
 
 def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
@@ -405,6 +451,8 @@ def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
     refs = [c.ref for c in seen.local]
     in_use = {ref for ref in refs if ref.name == _subject(seen.tasks.get(TaskKind.UPLOAD))}
     in_use |= {a.resume for a in history.attempts[-1:] if a.resume is not None and a.ending is None}
+    if seen.divergence is not None and (good := newest_good(seen.local, history, seen.divergence)):
+        in_use.add(good)
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
     if plan.remove:
         return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept")
@@ -412,7 +460,7 @@ def _tidy(job: Job, history: History, seen: Observed) -> Action | None:
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
         if cramped.remove:
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
-    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last:
+    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not seen.divergence:
         return _begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
     return None
 
@@ -608,7 +656,10 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     local = {c.ref for c in seen.local}
     offsite = {c.ref for c in seen.offsite or ()}
     floor = resume_floor(history, never=job.checkpoint.resume == NEVER)
-    plan = plan_resume(local, offsite, floor=floor, unusable=seen.unusable)
+    spoilt = {ref.name for ref in local | offsite if is_distrusted(ref, history)}
+    plan = plan_resume(
+        local - {r for r in local if r.name in spoilt}, offsite, floor=floor, unusable=seen.unusable | spoilt
+    )
     recent = history.attempts[history.budget_from :]
     env: Mapping[str, str] = {}
     if recent:

@@ -61,6 +61,10 @@ def launched(attempt: Attempt) -> Event:
     }
 
 
+def distrusted(number: int, step: int, reason: str) -> Event:
+    return {"event": "distrusted", "number": number, "step": step, "reason": reason}
+
+
 def interrupted(number: int, reason: str, at: datetime) -> Event:
     return {"event": "interrupted", "number": number, "reason": reason, "at": at.isoformat()}
 
@@ -139,6 +143,8 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911  # o
             return _joined(history, event)
         case {"event": "launched"}:
             return replace(history, attempts=(*history.attempts, _attempt(event)))
+        case {"event": "distrusted", "number": number, "step": step}:
+            return replace(history, distrusted=(*history.distrusted, (number, step)))
         case {"event": "interrupted", "number": number}:
             return replace(history, interrupted=number)
         case {"event": "exited"}:

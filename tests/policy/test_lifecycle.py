@@ -29,6 +29,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import Job
+from runner.policy.divergence import is_distrusted
 from runner.policy.lifecycle import Begin, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait, decide
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
@@ -763,3 +764,52 @@ def test_a_hang_does_not_keep_a_boot_from_leaving():
     Who is asked to leave gets its grace period, hung or not.
     """
     assert Interrupt("SIGTERM") == decide(HERE_ONLY, *hung(leaving=True))
+
+
+# ------------------------------------------------------------------------ a loss that goes wrong
+
+GUARDED = Job.model_validate({**JOB.model_dump(by_alias=True), "guard": {"nan_patience": 250}})
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_the_good_checkpoint(tmp_path):
+    """
+    Saved every 100 steps, two kept, NaN from 400 on, given up at 700: 300 may be spoilt already, 200 is kept.
+    """
+    elsewhere = Elsewhere(nan_from={1: 400})
+
+    end, _ = boot(GUARDED, tmp_path / "job", elsewhere, last_step=2000)
+
+    directory = CheckpointDir(tmp_path / "job" / "checkpoints", Disk())
+    assert (6, True, False) == (end.code, end.stop, end.keep)
+    assert f"go on from {max(c.ref for c in directory.committed()).name}" in end.reason
+    assert [200] == [c.ref.step for c in directory.committed()]
+    assert 200 == max(ref.step for ref in elsewhere.store if not is_distrusted(ref, history_of(tmp_path / "job")))
+
+
+def test_going_on_after_that_begins_at_the_good_checkpoint(tmp_path):
+    """
+    In a new line of descent, so that what is spoilt is never the newest again, wherever it lies.
+    """
+    elsewhere = Elsewhere(nan_from={1: 400})
+    boot(GUARDED, tmp_path / "job", elsewhere, last_step=2000)
+
+    def go_on(journal):
+        journal.append(events.reopened(start_over=False, order="x", at=elsewhere.now))
+
+    end, _ = boot(GUARDED, tmp_path / "job", elsewhere, last_step=2000, before=go_on)
+
+    assert 0 == end.code
+    assert [(1, None), (2, 200)] == elsewhere.launches
+    assert 2000 == max(elsewhere.store).step
+
+
+def test_a_loss_that_recovers_is_let_be(tmp_path):
+    """
+    Fewer steps than the guard's patience change nothing.
+    """
+    patient = Job.model_validate({**JOB.model_dump(by_alias=True), "guard": {"nan_patience": 10_000}})
+    elsewhere = Elsewhere(nan_from={1: 400})
+
+    end, _ = boot(patient, tmp_path / "job", elsewhere)
+
+    assert 0 == end.code

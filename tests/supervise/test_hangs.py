@@ -44,7 +44,7 @@ limits: {{max_duration: 5m}}
 def run(folder: Path, more: str, job: str = JOB) -> tuple[int, str]:
     """A whole run; its exit code and what it said."""
     (folder / "job.yaml").write_text(
-        job.format(python=sys.executable, ranks=RANKS if job is JOB else TORCH, trainer=TRAINER, more=more)
+        job.format(python=sys.executable, ranks=TORCH if job is TORCH_JOB else RANKS, trainer=TRAINER, more=more)
     )
     done = subprocess.run(
         [sys.executable, "-m", "runner", "run", "--config", "job.yaml"],
@@ -106,6 +106,23 @@ def test_work_without_a_step_is_no_hang(tmp_path):
     code, said = run(tmp_path, "--busy-at 50")
 
     assert (0, 1) == (code, len(attempts_of(tmp_path))), said
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    """
+    Given up with 6; what is left was saved while the loss was fine, and the reason names it.
+    """
+    job = JOB.replace("limits:", "guard: {{nan_patience: 20}}\nlimits:").replace(
+        "save_interval: 1s", "save_interval: 500ms"
+    )
+
+    code, said = run(tmp_path, "--nan-at 40", job)
+
+    kept = sorted(path.name for path in (tmp_path / "job" / "checkpoints").glob("step-*"))
+    assert 6 == code, said
+    assert kept
+    assert all(int(name[5:13]) < 40 for name in kept), kept
+    assert f"go on from {kept[-1]}" in said
 
 
 @pytest.mark.parametrize(
