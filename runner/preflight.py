@@ -6,12 +6,14 @@ A check that does not end is a finding, and so is one that fails: neither may ke
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
+import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,6 +46,7 @@ from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topo
 from runner.policy.preflight import (
     LAUNCHER_MODULES,
     expected_checkpoint,
+    judge_container,
     judge_disk,
     judge_end,
     judge_host,
@@ -67,6 +70,9 @@ from vramfarm.protocol import Env
 LIMIT_S: Final = 40.0  # for one check
 LIMITS_S: Final[Mapping[str, float]] = {"comm": 40.0 + TOTAL_S}  # the driver's answer, then the test
 _PAIR: Final = 2
+_SETTLE_S: Final = 15.0
+_AGAIN_S: Final = 3.0
+_DATA: Final = re.compile(r"-+[\w-]*(?:data|corpus|train_file)[\w-]*", re.IGNORECASE)
 _DEFAULT_PORT: Final = 29_500
 _STREAMS: Final = 4  # as an upload has them
 _SAMPLE_BYTES: Final = 2 << 20  # of each: enough to tell 5 MB/s from 500
@@ -102,6 +108,7 @@ def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> l
         "cards.log": lambda: judge_xids(smi.read_xids()) if mission.num_cards else (),
         "comm": lambda: _comm(mission, sight),
         "memory": lambda: _host(mission, sight),
+        "container": lambda: judge_container(hosts.who_is_first(), is_container=hosts.is_container()),
         "disk": lambda: _disk(mission),
         "store": lambda: _store(mission),
         "money": lambda: _money(mission),
@@ -189,7 +196,7 @@ def _caught(name: str, check: Check) -> tuple[Finding, ...]:
 
 def _report(mission: Mission) -> CardReport | None:
     """Of the cards that CUDA may see, by their place in this container."""
-    report = smi.read_report(program=mission.smi) if mission.num_cards else None
+    report = _settled(mission) if mission.num_cards else None
     wanted = mission.env.get("CUDA_VISIBLE_DEVICES")
     if report is None or wanted is None:
         return report
@@ -198,6 +205,17 @@ def _report(mission: Mission) -> CardReport | None:
         card for card in report.cards if any(name == str(card.index) or card.uuid.startswith(name) for name in names)
     )
     return CardReport(cards=cards or report.cards, driver=report.driver, cuda=report.cuda)
+
+
+def _settled(mission: Mission) -> CardReport | None:
+    """A fabric that is only just being joined, on a machine that has only just started, is asked again."""
+    ends = time.monotonic() + _SETTLE_S
+    while True:
+        report = smi.read_report(program=mission.smi)
+        is_joining = report and any(c.fabric and c.fabric.state.lower() == "in progress" for c in report.cards)
+        if not is_joining or time.monotonic() >= ends:
+            return report
+        time.sleep(_AGAIN_S)
 
 
 def _tables(mission: Mission) -> tuple[Reading, ...]:
@@ -420,9 +438,19 @@ def _software(mission: Mission) -> Iterable[Finding]:
         hidden=found.hidden,
         imports=found.imports,
         problem=found.problem,
+        absent=_absent(words, target, mission.workdir),
         taken=_taken(job, {**mission.env, **job.env}),
         keys=_keys(mission.env),
     )
+
+
+def _absent(words: Sequence[str], target: str | None, workdir: Path) -> list[str]:
+    """The script, and absolute paths that options for data name; others may be made by the run."""
+    pairs = [(one, other) for one, other in itertools.pairwise(words) if "=" not in one]
+    pairs += [(name, value) for name, _, value in (word.partition("=") for word in words) if value]
+    data = [value for name, value in pairs if _DATA.fullmatch(name) and value.startswith("/")]
+    script = [target] if target and (target.endswith(".py") or "/" in target) else []
+    return [path for path in (*script, *data) if not (workdir / path).exists()]
 
 
 def _python_path(mission: Mission) -> str:

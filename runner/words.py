@@ -59,6 +59,7 @@ from runner.policy.lifecycle import (
     Wait,
 )
 from runner.policy.money import billed
+from runner.supervise.attempt import PREVENTION
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -495,6 +496,7 @@ def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> lis
         f"on {where}; {machine}",
         f"run folder {around.run_dir}",
         f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; {copies}",
+        f"set in every attempt, unless it is set: {' '.join(f'{name}={value}' for name, value in PREVENTION.items())}",
         f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
 

@@ -86,7 +86,7 @@ def test_a_fabric_that_is_down_is_a_swap(cli, job, driver):
     """
     Exit code 3, for scripts too; the reason says what to do.
     """
-    done = cli("preflight", "--config", "job.yaml", "--json", PATH=driver({}, {"fabric": "In Progress"}))
+    done = cli("preflight", "--config", "job.yaml", "--json", PATH=driver({}, {"fabric": "Not Started"}))
 
     told = json.loads(done.stdout)
     assert (3, "swap") == (done.returncode, told["verdict"])
@@ -211,6 +211,37 @@ def test_imports_are_looked_for_not_made(tmp_path, script, words):
 
     assert (words is not None) == bool(odd), odd
     assert (words or "") in "".join(odd)
+
+
+def test_a_script_and_data_that_are_not_there_are_named(tmp_path):
+    """
+    Outputs need not be there.
+    """
+    asked = mission(tmp_path, command="train.py --train-data /none/a --data_dir=/none/b --output /none/c --steps 5")
+    (tmp_path / "train.py").unlink()
+
+    odd = [one.message for one in look_at_code(asked) if one.severity is Severity.WARN]
+
+    assert [f"{path} is named in the command, and is not there" for path in ("train.py", "/none/a", "/none/b")] == odd
+
+
+def test_a_fabric_that_is_being_joined_is_asked_again(tmp_path, driver):
+    """
+    A machine that has only just started is not thrown away.
+    """
+    path = driver({}, {"fabric": "In Progress"})
+    folder = Path(path.partition(":")[0])
+    (folder / "ready.xml").write_text(document({}, {}))
+    program = folder / "nvidia-smi"
+    program.write_text(
+        program.read_text().replace(
+            "*-x*)", f"*-x*) test -e {folder}/asked && cp {folder}/ready.xml {folder}/report.xml; touch {folder}/asked;"
+        )
+    )
+
+    report = preflight._settled(replace(mission(tmp_path), num_cards=2, smi=str(program)))
+
+    assert ["Completed", "Completed"] == [card.fabric.state for card in report.cards]
 
 
 def test_a_file_that_hides_a_module_is_named(tmp_path):

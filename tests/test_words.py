@@ -232,6 +232,7 @@ def test_opening_and_closing_say_where_the_weights_go():
     assert "server srv_abcdef at 31.20 EUR/h; 8 cards" in begin
     assert "copies go to s3://b/runs/j" in begin
     assert "(the default; set limits.max_duration)" in begin
+    assert "set in every attempt, unless it is set: NCCL_DEBUG=WARN " in begin
     assert "weights      s3://b/runs/j/checkpoints/step-00000500-0123abcd" in finish
     assert "attempts     1 (1 failed)" in finish
     assert "srv_abcdef is being stopped; its disk is thrown away: nothing is only there" in finish

@@ -117,8 +117,12 @@ CHECKS: Final[Mapping[str, Check]] = {
         "Credentials that may delete; a longer save_interval where the rate is too low.",
     ),
     "software": Check(
-        "Modules that the script and the launcher will look for, files beside the script that hide a module, keys of services, ports.",
+        "The script, paths of data in the command, modules that script and launcher will look for, files beside the script that hide a module, keys of services, ports.",
         "Install what is missing in `setup`; rename the file.",
+    ),
+    "container": Check(
+        "Which program is PID 1: the image's entrypoint, or what the provider put in its place.",
+        "Under another program start with `vramfarm-runner up`: a session over SSH that ends takes `run` with it.",
     ),
     "money": Check(
         "Whether the server's key is accepted (a harmless read), and whether the last upload fits before the deadline.",
@@ -309,7 +313,7 @@ def _limits(host: Host, card_bytes: int) -> Iterable[Finding]:
     if host.open_files is not None and host.open_files < wanted:
         message = f"a process may open {host.open_files} files: data workers and ranks need more"
         yield _warn("limits", message, "docker run --ulimit nofile=65536:65536")
-    if host.memlock_bytes is not None and host.memlock_bytes < _LEAST_MEMLOCK:
+    if card_bytes and host.memlock_bytes is not None and host.memlock_bytes < _LEAST_MEMLOCK:
         yield _ok("limits", f"locked memory is limited to {host.memlock_bytes // 1024} KiB; InfiniBand would need more")
 
 
@@ -390,6 +394,15 @@ def _too_slow(name: str, verb: str, rate: float, job: Job, checkpoint: int | Non
 # ---------------------------------------------------------------------------- software, money
 
 
+def judge_container(first: str, *, is_container: bool) -> tuple[Finding, ...]:
+    """`first`: the command line of PID 1."""
+    if not is_container:
+        return ()
+    ours = "vramfarm-runner" in first or "entrypoint.sh" in first or "runner.guardian" in first
+    told = "the image's own entrypoint" if ours else f"another program ({first[:60]}): this was started by hand"
+    return (_ok("container", f"PID 1 is {told}"),)
+
+
 def judge_software(  # noqa: PLR0913  # what was found, one each
     job: Job,
     env: Mapping[str, str],
@@ -398,6 +411,7 @@ def judge_software(  # noqa: PLR0913  # what was found, one each
     hidden: Collection[str],
     imports: Collection[str],
     problem: str = "",
+    absent: Collection[str] = (),
     taken: Collection[int] = (),
     keys: Collection[str] = (),
 ) -> tuple[Finding, ...]:
@@ -405,6 +419,7 @@ def judge_software(  # noqa: PLR0913  # what was found, one each
     found = []
     if problem:
         found.append(_warn("software", f"the script cannot be looked at: {problem}"))
+    found += [_warn("software", f"{path} is named in the command, and is not there") for path in absent]
     if missing:
         message = f"modules that the training python does not have: {', '.join(sorted(missing))}"
         found.append(_warn("software", message, "install them in `setup`, or in the image"))

@@ -16,6 +16,7 @@ from runner.probes.readings import read
 
 _GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
+PROBE: Final = ".probe"  # one name: what a killed probe left is written over, and removed
 _PIECE: Final = 4 << 20
 _ENOUGH_BYTES: Final = 256 << 20
 _ENOUGH_S: Final = 0.5
@@ -69,7 +70,7 @@ def _hard(limit: int) -> int | None:
 def measure_disk(folder: Path) -> DiskRate:
     """Write and sync for half a second where the folder is, or will be, and remove it. `OSError` if that cannot be."""
     folder = next(place for place in (folder, *folder.parents) if place.exists())
-    path, piece = folder / f".probe-{os.getpid()}", os.urandom(_PIECE)
+    path, piece = folder / PROBE, os.urandom(_PIECE)
     written, started = 0, time.monotonic()
     usage = shutil.disk_usage(folder)
     try:
@@ -82,7 +83,7 @@ def measure_disk(folder: Path) -> DiskRate:
     finally:
         path.unlink(missing_ok=True)
     kind = _file_system(folder.resolve())
-    is_volume = not (kind in _LAYERS and _is_container())
+    is_volume = not (kind in _LAYERS and is_container())
     return DiskRate(folder=str(folder), free_bytes=usage.free, rate=written / took, kind=kind, is_volume=is_volume)
 
 
@@ -97,7 +98,7 @@ def _file_system(folder: Path, table: Path = Path("/proc/self/mounts")) -> str:
     return kind
 
 
-def _is_container() -> bool:
+def is_container() -> bool:
     return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 

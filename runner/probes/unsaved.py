@@ -31,6 +31,7 @@ _OURS: Final = frozenset(
         "report.html",
         "stop",
         ".ballast",
+        ".probe",
     }
 )
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})

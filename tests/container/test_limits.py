@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 HOG = "import time\nheld = []\nwhile True:\n    held.append(bytearray(20_000_000))\n"
@@ -79,6 +81,35 @@ def test_a_workspace_that_cannot_be_written_is_said_in_one_line(box, small, tmp_
     assert 1 == len(said)
     assert "mount a volume there that this user may write (-v NAME:/workspace)" in said[0]
     assert "Traceback" not in narrow.log()
+
+
+def test_preflight_sees_what_the_container_was_given(box, small, tmp_path):
+    """
+    Docker's own /dev/shm, `--memory`, `--ulimit nofile`, a volume that is mounted read-only: a finding each, and only
+    the last one refuses.
+    """
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    code = small(more="model: {parameters: 1e9}\n")
+    limits = ("--shm-size", "64m", "--memory", "900m", "--ulimit", "nofile=1024:1024")
+    narrow = box(*code.mounts, *limits)
+    narrow.options = (*code.mounts, *limits, "--volume", f"{closed}:/workspace:ro")
+
+    narrow.run("preflight", "--config", "/job/job.yaml", "--json")
+
+    assert 3 == narrow.wait(), narrow.log()
+    log = narrow.log()
+    told = json.loads(log[log.index("{") :])
+    found = {one["name"]: one for one in told["findings"]}
+    assert ("warn", "shared memory (/dev/shm) has 64.0 MiB") == (
+        found["shared_memory"]["severity"],
+        found["shared_memory"]["message"][:37],
+    )
+    assert {"NCCL_SHM_DISABLE": "1"} == found["shared_memory"]["facts"]["env"]
+    assert "(the container's limit): a save stages 14 GB in it, and does not fit" in found["memory"]["message"]
+    assert "a process may open 1024 files" in found["limits"]["message"]
+    assert ("refuse", "swap") == (found["disk"]["severity"], told["verdict"])
+    assert "expected a folder that can be written, got: Read-only file system" in found["disk"]["message"]
 
 
 def test_a_kill_for_want_of_memory_is_named_as_such(box, small):
