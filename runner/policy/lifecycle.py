@@ -283,9 +283,11 @@ def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:
     Written down first: which checkpoints are of no use, and that the job is over. It is killed and
     not asked to save, since what it would save is spoilt.
     """
+    if not job.guard.nan_patience or not history.attempts:
+        return None
     attempt, found = history.attempts[-1], seen.divergence
     if attempt.number not in dict(history.distrusted):
-        if found is None or not job.guard.nan_patience or found.num_steps < job.guard.nan_patience:
+        if found is None or found.num_steps < job.guard.nan_patience:
             return None
         since = f"the loss is {found.loss:.6g} since step {found.since_step}, for {found.num_steps} steps"
         return Distrust(attempt.number, first_distrusted(attempt, found), since)
