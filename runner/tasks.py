@@ -150,7 +150,7 @@ def _mission(arguments: Arguments) -> Mission:
         run_dir=Path(arguments["run_dir"]),
         workdir=Path(arguments["workdir"]),
         env=env,
-        server=None if job.provider.kind is ProviderName.NONE else find_server(env),
+        server=None if job.provider.kind is ProviderName.NONE else find_server(env, job.provider.kind),
         deadline_at=datetime.fromisoformat(arguments["deadline_at"]) if arguments["deadline_at"] else None,
     )
 

@@ -32,6 +32,8 @@ def planned(job: Job) -> Iterator[str]:
 
 def check_framework(job: Job) -> None:
     """`JobError` if a restart could not tell the script where to go on."""
+    if job.framework is FrameworkName.TORCHTUNE:
+        return  # `planned` says it
     framework = get_framework(job)
     if not framework.uses_library and framework.flag and "{resume_args}" not in job.command:
         flag = " ".join(resume_args(job, framework, Path("FOLDER")))

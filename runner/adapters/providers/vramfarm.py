@@ -8,9 +8,10 @@ The rule: what we do not understand is UNKNOWN, and UNKNOWN is never gone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from runner.adapters.providers.answers import NOT_FOUND, bearer, missing, read_fields, unknown
@@ -76,6 +77,99 @@ def stop(server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Se
     return _understand(reply)
 
 
+# ------------------------------------------------------------- from outside, with an account's key
+
+
+@dataclass(frozen=True)
+class Rental:
+    """A server of the account, as the provider tells it; `state` in our words, `detail` in theirs."""
+
+    id: str
+    state: ServerState
+    detail: str
+    label: str
+    machine: str  # `Offer.id`
+    created_at: str
+    rental_ends_at: str
+    price_per_hour: Decimal
+    cost: Decimal  # so far
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """No answer, or one that is no help."""
+
+    detail: str
+    code: str = ""
+    status: int = 0
+    retry_after_s: float = 0.0
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing was done; else it may have been, and asking again with the same key finds out."""
+        return 400 <= self.status < 500 and self.code != "idempotency_in_progress"  # noqa: PLR2004
+
+
+_T = TypeVar("_T")
+
+
+def rent(wish: Mapping[str, Any], key: str, env: Mapping[str, str], send: Send) -> Rental | Trouble:
+    """
+    Rent what `wish` says (`kind`, `machine_id` or `gpu` and `count`, `image`, `args`, `env`, `secrets`, `label`, …).
+
+    With the same `key` and wish within a day it is rented once, however often this is called.
+    """
+    return _read_one(_call("POST", "/servers", dict(wish), env, send, **{"Idempotency-Key": key}), _rental)
+
+
+def list_rentals(label: str, env: Mapping[str, str], send: Send) -> tuple[Rental, ...] | Trouble:
+    """Servers of the account with this label, newest first, those that are gone, too. They are stopped by `stop`."""
+    found: list[Rental] = []
+    cursor = ""
+    for _ in range(_MOST_PAGES):
+        after = f"&cursor={quote(cursor, safe='')}" if cursor else ""
+        reply = _call("GET", f"/servers?limit=100&label={quote(label, safe='')}{after}", None, env, send)
+        page = _read_one(reply, lambda fields: [_rental(server) for server in fields["servers"]])
+        if isinstance(page, Trouble):
+            return page
+        found += page
+        cursor = str(read_fields(reply).get("next_cursor") or "")
+        if not cursor:
+            break
+    return tuple(found)
+
+
+def read_balance(env: Mapping[str, str], send: Send) -> Decimal | Trouble:
+    """What the account has; a machine is rented out only to one that can pay an hour of it."""
+    return _read_one(_call("GET", "/balance", None, env, send), lambda fields: Decimal(str(fields["balance"])))
+
+
+def _read_one(reply: Reply, make: Callable[[Mapping[str, Any]], _T]) -> _T | Trouble:
+    fields = read_fields(reply)
+    if reply.status not in {200, 201}:
+        said = unknown(reply, _HINTS)
+        return Trouble(said.detail, str(fields.get("code", "")), reply.status, said.retry_after_s)
+    try:
+        return make(fields)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        return Trouble(f"an answer that is not understood: {type(error).__name__}: {str(error)[:120]}")
+
+
+def _rental(fields: Mapping[str, Any]) -> Rental:
+    answer = _state(fields)
+    return Rental(
+        id=str(fields["id"]),
+        state=answer.state,
+        detail=answer.detail,
+        label=str(fields.get("label") or ""),
+        machine=str(fields["machine"]["id"]),
+        created_at=str(fields["created_at"]),
+        rental_ends_at=str(fields.get("rental_ends_at") or ""),
+        price_per_hour=Decimal(str(fields["billing"]["price_per_hour"])),
+        cost=Decimal(str(fields["billing"]["cost"])),
+    )
+
+
 def read_offers(env: Mapping[str, str], send: Send) -> tuple[Offer, ...] | str:
     """The catalogue: machines that can be rented now; or why it could not be read."""
     offers: list[Offer] = []
@@ -116,6 +210,9 @@ def _offer(machine: Any) -> Offer | None:  # noqa: ANN401  # JSON
     return offer if price.is_finite() and price >= 0 and offer.cards > 0 else None
 
 
+# ---------------------------------------------------------------------------------- the words
+
+
 def explain(keep: Keep, seen: Answer) -> str:
     """A stop deletes the disk, whatever is kept."""
     del seen
@@ -125,11 +222,13 @@ def explain(keep: Keep, seen: Answer) -> str:
     return f"{keep.folder} is saved by the provider, the rest of the disk is deleted; billing ends when it is saved; if that fails, {then}"
 
 
-def _call(method: str, path: str, wish: dict[str, Any] | None, env: Mapping[str, str], send: Send) -> Reply:
+def _call(
+    method: str, path: str, wish: dict[str, Any] | None, env: Mapping[str, str], send: Send, **headers: str
+) -> Reply:
     if lacking := missing((_URL, KEY), env):
         return lacking
     body = None if wish is None else json.dumps(wish).encode()
-    return send(method, env[_URL].rstrip("/") + path, headers=bearer(env[KEY], body), body=body)
+    return send(method, env[_URL].rstrip("/") + path, headers={**bearer(env[KEY], body), **headers}, body=body)
 
 
 def _understand(reply: Reply) -> Answer:
