@@ -50,7 +50,7 @@ Tell = Callable[[Mapping[str, Any]], None]  # a line of a task
 
 
 def keep_lease(  # noqa: PLR0913  # what differs between machines, and between tests
-    store: Store, job: str, *, holder: str, who: str, status: Path, tell: Tell, pace: Pace | None = None
+    store: Store, job: str, *, runner: int, holder: str, who: str, status: Path, tell: Tell, pace: Pace | None = None
 ) -> Mapping[str, Any]:
     """
     Hold the lease until the runner ends or asks for its release; returns why it is not held any more.
@@ -60,7 +60,7 @@ def keep_lease(  # noqa: PLR0913  # what differs between machines, and between t
     if not has_conditions(store, job):
         return _told(LeaseState.NOT_NEEDED)
     keeping = _Keeping(store, job, Keeper(holder=holder, life=uuid.uuid4().hex, who=who, pace=pace or Pace()), tell)
-    asked, runner, published = threading.Event(), os.getppid(), _Status(store, job, status)
+    asked, published = threading.Event(), _Status(store, job, status)
     signal.signal(FINISH, lambda *_: asked.set())
     while os.getppid() == runner:
         if asked.is_set():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
 from runner.keeper import keep_lease
 from runner.policy import ledger
-from runner.policy.lifecycle import CODE, MACHINE
+from runner.policy.lifecycle import CODE, MACHINE, WRITERS
 from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.report import gather_store, page
@@ -57,8 +58,11 @@ _SAY_EVERY_S: Final = 0.5
 
 def main() -> int:
     kind = TaskKind(sys.argv[1])
+    arguments = json.load(sys.stdin)
+    if kind in WRITERS:
+        threading.Thread(target=_end_with, args=(arguments["runner"],), daemon=True).start()
     try:
-        result = TASKS[kind](json.load(sys.stdin), _Saying())
+        result = TASKS[kind](arguments, _Saying())
     except OffsiteError as error:
         return _fail(str(error), hint=error.hint, final=error.final, damaged=getattr(error, "damaged", False))
     except RunnerError as error:
@@ -67,6 +71,13 @@ def main() -> int:
         return _fail(f"{error.filename or 'disk'}: {error.strerror or error}", hint="", final=False)
     _say({"result": result})
     return 0
+
+
+def _end_with(runner: int) -> None:
+    """Who writes to the store does it under the lease, and that ends with the runner."""
+    while os.getppid() == runner:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _fail(error: str, *, hint: str, final: bool, damaged: bool = False) -> int:
@@ -276,6 +287,7 @@ def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         "told": keep_lease(
             _store(arguments),
             arguments["job"],
+            runner=arguments["runner"],
             holder=arguments["holder"],
             who=arguments["who"],
             status=Path(arguments["run_dir"]) / "status.json",

@@ -59,7 +59,7 @@ from runner.policy.batch import accumulation
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
 from runner.policy.lease import Pace, may_write
-from runner.policy.lifecycle import Wait
+from runner.policy.lifecycle import WRITERS, Wait
 from runner.policy.limits import ends
 from runner.policy.preflight import decide_verdict
 from runner.probes.unsaved import find_unsaved
@@ -194,9 +194,8 @@ class RealWorld:
     def close(self) -> None:
         """What writes to the store ends, it gets a last word, and then the lease is given back."""
         tasks = self._board.states(datetime.now(UTC))
-        for kind in TaskKind:
-            if kind is not TaskKind.LEASE:
-                self._board.end(kind)
+        for kind in WRITERS:
+            self._board.end(kind)
         if self._has_last_words(tasks):
             self.begin(TaskKind.PUBLISH, "last words")
             self._board.wait(TaskKind.PUBLISH, timeout_s=_LAST_WORDS_S)
@@ -349,6 +348,7 @@ class RealWorld:
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
             "outputs": list(setting.job.outputs),
             "withhold": sorted(setting.withhold),
+            "runner": os.getpid(),
             "holder": self._holder,
             "who": _describe_holder(setting.server, self._folder),
             "spec": setting.job.model_dump(mode="json", by_alias=True),

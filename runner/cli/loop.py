@@ -36,6 +36,7 @@ from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.batch import Uneven, split_batch
 from runner.policy.lifecycle import End
+from runner.policy.money import MINIMUM_MINUTES
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
@@ -49,6 +50,7 @@ NOTIFY_VARIABLE: Final = "RUNNER_NOTIFY_URL"
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
 _LAST_MINUTE: Final = timedelta(minutes=1)
+_PAID_ANYWAY: Final = timedelta(minutes=MINIMUM_MINUTES)
 _IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
 
 
@@ -110,7 +112,7 @@ def _run(
         setting = find_out(loaded, env, server, accept_change=args.accept_change)
         lifeline.listeners(tuple(_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
-        world.on_deadline = partial(_tell_deadline, job, folder, server, lifeline)
+        world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)
         world.observe(journal.history)  # before anything else the guardian knows until when
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
         teller = Teller(job, folder, around, machine=_describe(setting), stop_timeout=told)
@@ -292,9 +294,10 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _tell_deadline(job: Job, folder: RunFolder, server: Server | None, lifeline: Lifeline, at: datetime) -> None:
-    if server is None:  # nothing is billed: let the runner say what happened, and not be ended in the middle of it
-        at = max(at, datetime.now(UTC) + _LAST_MINUTE)
+def _tell_deadline(job: Job, folder: RunFolder, setting: Setting, lifeline: Lifeline, at: datetime) -> None:
+    soon = datetime.now(UTC) + _LAST_MINUTE
+    if setting.server is None or (setting.paid_from and soon <= setting.paid_from + _PAID_ANYWAY):
+        at = max(at, soon)  # it costs nothing: let the runner say what happened, and not be ended in the middle of it
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder
     lifeline.deadline(at, run=str(folder.root), keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
 

@@ -402,7 +402,7 @@ def _cease(seen: Observed) -> Cease | None:
     """Whoever lost the lease, or could not renew it for a while, stops writing before another one begins."""
     if may_write(seen):
         return None
-    writing = (kind for kind in _WRITERS if isinstance(seen.tasks.get(kind), Running))
+    writing = (kind for kind in WRITERS if isinstance(seen.tasks.get(kind), Running))
     kind = next(writing, None)
     return None if kind is None else Cease(kind, "this runner does not have the lease of the run now")
 
@@ -485,14 +485,14 @@ def _subject(state: TaskState) -> str:
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
-_WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH)
+WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH)
 
 
 def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
     """Start it unless it runs, is done, cannot be done, has just failed, or another one is in its way."""
     if kind in _LISTING and any(isinstance(seen.tasks.get(other), Running) for other in _LISTING):
         return None
-    if kind in _WRITERS and not may_write(seen):
+    if kind in WRITERS and not may_write(seen):
         return None
     match seen.tasks.get(kind):
         case Running():

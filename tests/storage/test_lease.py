@@ -27,7 +27,7 @@ to, endpoint, name, status = sys.argv[1:]
 say = lambda line: print(json.dumps(line), flush=True)
 store = open_store(OffloadPolicy(to=to, endpoint=endpoint or None), os.environ)
 pace = Pace(renew_s=0.3, valid_s=4.0, watch_s=6.0, look_s=0.2, again_s=0.2)
-say({"result": keep_lease(store, "job", holder=name, who=name, status=Path(status), tell=say, pace=pace)})
+say({"result": keep_lease(store, "job", runner=os.getppid(), holder=name, who=name, status=Path(status), tell=say, pace=pace)})
 """
 
 
@@ -176,3 +176,20 @@ def test_garbage_is_nobodys_claim(raw):
     Nothing in a store is trusted.
     """
     assert None is parse_claim(raw)
+
+
+def test_a_keeper_whose_runner_is_gone_ends(keeper, where, tmp_path):
+    """
+    Even if it was gone before the keeper began: it never keeps a run for nobody.
+    """
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    code = KEEPER.replace("os.getppid()", str(gone.pid))
+    to, endpoint, env = where
+
+    argv = [sys.executable, "-c", code, to, endpoint, "orphan", str(tmp_path / "none")]
+    done = subprocess.run(
+        argv, env={**os.environ, **env}, capture_output=True, timeout=60, check=False, cwd=Path(__file__).parents[2]
+    )
+
+    assert {"result": {"state": "unknown"}} == json.loads(done.stdout.splitlines()[-1])
