@@ -268,6 +268,8 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
     yield from _limit_near(before, after)
+    if after.straggler and before and after.straggler != before.straggler:
+        yield after.straggler
     yield from _task_changes(before, after)
 
 

@@ -62,6 +62,7 @@ from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import WRITERS, Wait
 from runner.policy.limits import ends
 from runner.policy.preflight import decide_verdict
+from runner.policy.straggler import Lags, straggler, watch_lags
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
@@ -554,6 +555,7 @@ class _AttemptSight:
             diagnosis=self._diagnose(folder, exit_) if live is None else None,
             progress=self._progress,
             hang=hang,
+            straggler=self._hangs.straggler,
             divergence=divergence(self._loss) if live and self._guard.nan_patience else None,
             leave_sent_at=self._leave_sent_at,
             trainers_gone_at=self._gone_at,
@@ -632,6 +634,8 @@ class _HangWatch:
     def forget(self) -> None:
         self._reader: PulseReader | None = None
         self._watch = Watch()
+        self._lags = Lags()
+        self.straggler = ""
         self._next_s = 0.0
         self.hang: Hang | None = None
 
@@ -649,6 +653,8 @@ class _HangWatch:
         since = self._watch.clock_s - self._watch.moved_s
         pulse = self._reader.read(live, page, closely=since >= max(limit / 2, _SUSPICIOUS_S))
         self._watch = watch(self._watch, pulse, self._patience)
+        self._lags = watch_lags(self._lags, pulse)
+        self.straggler = straggler(self._lags)
         self.hang = judge(self._watch, self._policy, self._patience, last_save_s=last_save_s)
         self._next_s = now_s + look_every_s(self._policy)
         return self.hang
