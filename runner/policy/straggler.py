@@ -36,7 +36,7 @@ def watch_lags(before: Lags, pulse: Pulse) -> Lags:
     if pulse.cards and pulse.cards is not last.cards:
         held = {card.index: before.held.get(card.index, 0) + 1 for card in pulse.cards if card.throttled}
         now = replace(now, held=held)
-    return now if (rank := _last_by_far(last, pulse)) is _UNKNOWN else _count(now, rank)
+    return now if (rank := _last_by_far(last, pulse)) == _UNKNOWN else _count(now, rank)
 
 
 _UNKNOWN: Final = -1
