@@ -179,9 +179,11 @@ class TaskKind(StrEnum):
     """Slow work in a process of its own; started, and its end observed. All are idempotent."""
 
     SETUP = "setup"  # bring the source, run `setup`
+    STAGE = "stage"  # bring the data in
     SURVEY = "survey"  # list the store: which checkpoints are verified there, is the job concluded
     COMMIT = "commit"  # what a framework saved by itself becomes a checkpoint of ours
     UPLOAD = "upload"  # one checkpoint, shards first, manifest last, confirmed by the store
+    OUTPUTS = "outputs"  # copy folders that the job writes, what changed in them
     RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
     TIDY = "tidy"  # remote retention
@@ -448,6 +450,8 @@ class Observed:
     preflight: Preflight | None = None  # what was found so far in this life
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine
+    data_digest: str = ""  # of the data that job.yaml asks for; empty: it asks for none
+    staged: bool = False  # it is on this disk
     lease: Lease = Lease()
     machine: str = ""  # this one, in the ledger
     ledger: tuple[Machine, ...] | None = None  # of the store; None: not known yet

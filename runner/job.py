@@ -208,7 +208,15 @@ Source = Annotated[
 class DataItem(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     source: str = Field(alias="from", description="Folder or file in a store: s3:// or file://.")
-    to: str = Field(description="Where it goes on this machine.")
+    to: str = Field(description="Where it goes on this machine: a folder, or the file's name.")
+
+    @field_validator("source")
+    @classmethod
+    def _in_a_store(cls, value: str) -> str:
+        if re.match(r"s3://[^/]|file://(/|\{)", value):
+            return value
+        msg = f"must be s3://bucket/path or file:///path, got {value!r}"
+        raise ValueError(msg)
 
 
 class ModelSize(Model):
@@ -503,6 +511,18 @@ class Job(Model):
             raise ValueError(msg)
         return value
 
+    @field_validator("outputs")
+    @classmethod
+    def _told_apart(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [PurePosixPath(folder).name for folder in value]
+        twice = sorted({name for name in names if names.count(name) > 1 or not name})
+        if twice:
+            msg = (
+                f"must have folders of different names, which they keep in the store; not so: {', '.join(twice) or '/'}"
+            )
+            raise ValueError(msg)
+        return value
+
     @field_validator("batch")
     @classmethod
     def _even(cls, value: Batch | None, info: ValidationInfo) -> Batch | None:
@@ -561,10 +581,15 @@ class Job(Model):
                 "workdir": None if self.workdir is None else posixpath.normpath(put(self.workdir)),
                 "source": source,
                 "data": tuple(
-                    item.model_copy(update={"source": address(item.source), "to": folder(item.to)})
+                    item.model_copy(
+                        update={
+                            "source": address(item.source),
+                            "to": folder(item.to) + ("/" if item.to.endswith("/") else ""),
+                        }
+                    )
                     for item in self.data
                 ),
-                "outputs": tuple(put(o) for o in self.outputs),
+                "outputs": tuple(map(folder, self.outputs)),
                 "env": {k: put(v) for k, v in self.env.items()},
                 "checkpoint": self.checkpoint.model_copy(
                     update={"dir": folder(self.checkpoint.dir), "watch": folder(self.checkpoint.watch)}

@@ -37,7 +37,8 @@ from runner.report import gather_store, page
 from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import Abilities, Checksums, OffsiteError, Store, open_store, transfer
+from runner.storage.offsite import Abilities, Checksums, OffsiteError, Store, open_store, staging, transfer
+from runner.storage.offsite.outputs import copy_outputs
 from runner.supervise import autopsy
 from runner.supervise.source import bring
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
@@ -53,6 +54,7 @@ _LEDGER: Final = "ledger.json"
 _TREES: Final = ("logs", "evidence")
 _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOG_SOON_BYTES: Final = 4 << 20  # while the attempt runs: the whole comes when it is over
+_MAX_LEFT: Final = 20
 _SAY_EVERY_S: Final = 0.5
 
 
@@ -333,8 +335,40 @@ def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     return {"summary": autopsy.collect(autopsy.Scene(**{**scene, **paths}))}
 
 
+def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """The data, from wherever each item lies; endpoint and credentials are those of `offload`."""
+    job = Job.model_validate(arguments["spec"])
+
+    def open_at(address: str) -> Store:
+        return open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": address}), os.environ)
+
+    started = time.monotonic()
+    found = staging.stage(
+        [staging.Item(source=item.source, to=item.to) for item in job.data],
+        open_at,
+        run_dir=Path(arguments["run_dir"]),
+        digest=arguments["subject"],
+        boot_id=arguments["boot_id"],
+        progress=progress,
+    )
+    took = time.monotonic() - started
+    by_size = f"; {len(found.unsure)} by size only, such as {found.unsure[0]}" if found.unsure else ""
+    fetched = f"{found.fetched_bytes / 1e6:.1f} MB of it fetched in {took:.1f}s"
+    return {"summary": f"{found.num_files} files, {found.size_bytes / 1e6:.1f} MB, {fetched}, compared{by_size}"}
+
+
+def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    folders = [Path(folder) for folder in arguments["outputs"]]
+    found = copy_outputs(_store(arguments), arguments["job"], folders, Path(arguments["run_dir"]), progress)
+    left = f"; left for later: {'; '.join(found.left[:3])}" if found.left else ""
+    summary = f"{found.num_files} files, {found.sent_bytes / 1e6:.1f} MB of them sent now{left}"
+    return {"summary": summary, "left": list(found.left[:_MAX_LEFT]), "sent_bytes": found.sent_bytes}
+
+
 TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {
     TaskKind.SETUP: setup,
+    TaskKind.STAGE: stage,
+    TaskKind.OUTPUTS: outputs,
     TaskKind.PREFLIGHT: preflight,
     TaskKind.SURVEY: survey,
     TaskKind.COMMIT: commit,

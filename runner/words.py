@@ -159,6 +159,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return "look into the store"
         case Begin(kind=TaskKind.PREFLIGHT):
             return ""  # its findings are told
+        case Begin(kind=TaskKind.STAGE):
+            return "bring the data in"
         case Begin(kind=TaskKind.SETUP):
             return "bring the source and run the set-up"
         case Begin(kind=TaskKind.RESTORE, subject=name):
@@ -316,7 +318,7 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
 
 
-def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911  # one line a kind
+def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR0912  # one line a kind
     """What a finished task was good for; empty where that shows elsewhere."""
     summary = str(state.result.get("summary", ""))
     match kind:
@@ -336,6 +338,10 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911  # one
             return ""
         case TaskKind.PUBLISH:
             return f"journal, status, logs and outcome are in the store: {summary}"
+        case TaskKind.STAGE:
+            return f"the data is in place: {summary}"
+        case TaskKind.OUTPUTS:
+            return f"outputs {state.subject} are in the store: {summary}" if state.result.get("sent_bytes") else ""
         case TaskKind.SETUP:
             return f"the code is in place: {summary}"
         case TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
@@ -367,7 +373,7 @@ def phase(history: History, seen: Observed) -> str:
         return _live_phase(seen)
     if TaskKind.RESTORE in running:
         return "RESTORING"
-    if TaskKind.SETUP in running:
+    if running & {TaskKind.SETUP, TaskKind.STAGE}:
         return "SETUP"
     failed = bool(history.attempts) and history.attempts[-1].ending is Ending.FAILED
     return "BACKOFF" if failed else "PREFLIGHT"

@@ -59,13 +59,14 @@ from runner.policy.batch import accumulation
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
 from runner.policy.lease import Pace, may_write
-from runner.policy.lifecycle import WRITERS, Wait
+from runner.policy.lifecycle import ALL_OUTPUTS, WRITERS, Wait
 from runner.policy.limits import ends
 from runner.policy.preflight import decide_verdict
 from runner.policy.straggler import Lags, straggler, watch_lags
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
+from runner.storage.offsite.staging import is_staged
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
@@ -148,6 +149,7 @@ class Setting:
     job: Job
     job_digest: str
     setup_digest: str
+    data_digest: str
     config_dir: Path  # of job.yaml
     python: str  # the training interpreter
     num_cards: int
@@ -187,7 +189,9 @@ class RealWorld:
             self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
         )
         self._set_up = self._is_set_up()
+        self._staged = is_staged([item.to for item in self._job.data], folder.root, setting.data_digest)
         self._only_here: tuple[str, ...] | None = None
+        self._saved: tuple[Path, ...] = ()
         self._awake = threading.Event()
         self.leaving = threading.Event()
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
@@ -246,6 +250,8 @@ class RealWorld:
             preflight=self._checked.verdict,
             setup_digest=self._setting.setup_digest,
             set_up=self._is_set_up_now(tasks),
+            data_digest=self._setting.data_digest,
+            staged=self._is_staged_now(tasks),
             stop_requested=self._folder.stop.exists(),
             leaving=self.leaving.is_set(),
             rented=self._setting.server is not None,
@@ -259,7 +265,7 @@ class RealWorld:
             self._only_here = None
             seen = self._sight.look(seen, history.attempts[-1])
             return replace(seen, ready=self._saves.ready(now, history.attempts[-1], seen.live))
-        seen = replace(seen, only_here=self._find_only_here(opened))
+        seen = replace(seen, only_here=self._find_only_here(opened, tasks.get(TaskKind.OUTPUTS)))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
 
@@ -289,14 +295,18 @@ class RealWorld:
             return shutil.disk_usage(self.checkpoints.root).free
         return None
 
-    def _find_only_here(self, since: datetime) -> tuple[str, ...]:
-        """Looked for once after each attempt: it reads a whole tree."""
-        if self._only_here is None:
+    def _find_only_here(self, since: datetime, outputs: TaskState) -> tuple[str, ...]:
+        """Looked for once after each attempt, and when the outputs are in the store: it reads a whole tree."""
+        is_all = isinstance(outputs, Finished) and outputs.subject == ALL_OUTPUTS and not outputs.result.get("left")
+        saved = tuple(map(Path, self._job.outputs)) if is_all else ()
+        if self._only_here is None or saved != self._saved:
+            self._saved = saved
             self._only_here = find_unsaved(
                 Path(self._job.finish.save_folder),
                 run_dir=self._folder.root,
                 checkpoint_dir=self.checkpoints.root,
                 since=since,
+                saved=saved,
             )
         return self._only_here
 
@@ -319,6 +329,10 @@ class RealWorld:
     def _is_set_up_now(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
         self._set_up = self._set_up or isinstance(tasks.get(TaskKind.SETUP), Finished)
         return self._set_up
+
+    def _is_staged_now(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
+        self._staged = self._staged or isinstance(tasks.get(TaskKind.STAGE), Finished)
+        return self._staged
 
     def digest(self) -> str:
         return self._setting.job_digest
@@ -348,6 +362,7 @@ class RealWorld:
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
             "outputs": list(setting.job.outputs),
+            "boot_id": self._boot_id,
             "withhold": sorted(setting.withhold),
             "runner": os.getpid(),
             "holder": self._holder,

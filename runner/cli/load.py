@@ -65,7 +65,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     name, text, folder = _read(source, env)
     job, root = _parse(name, text)
     workspace = workspace_of(env)
-    _refuse(name, list(_unfillable(job, root)))
+    _refuse(name, [*_unfillable(job, root), *_homeless(job, root)])
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
     return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace)
@@ -209,6 +209,11 @@ def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
     for name, text in texts:
         for placeholder in set(_PLACEHOLDER.findall(text)).difference(_KNOWN):
             yield Problem(_line(root, name), f"{name}: expected {_KNOWN_TEXT}, found {placeholder}")
+
+
+def _homeless(job: Job, root: Node) -> Iterator[Problem]:
+    if job.outputs and not job.offload.to:
+        yield Problem(_line(root, "outputs"), "outputs: expected a store to copy them to (offload.to), found none")
 
 
 def _line(root: Node, name: str) -> int:

@@ -232,6 +232,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
         if job.source or job.setup
         else "",
+        data_digest=_digest([item.model_dump(mode="json") for item in job.data]) if job.data else "",
         config_dir=loaded.folder,
         python=str(python.path),
         num_cards=cards,

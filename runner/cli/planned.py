@@ -18,8 +18,6 @@ from runner.job import FrameworkName, Job
 
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
-    ("data", lambda job: bool(job.data), "data is not brought in; do it in setup"),
-    ("outputs", lambda job: bool(job.outputs), "only checkpoints and logs are copied to the store"),
     ("checkpoint.resume", lambda job: job.checkpoint.resume not in {"auto", "never"}, "only auto and never"),
     ("checkpoint.staging", lambda job: job.checkpoint.staging == "chunked", "a save is staged whole"),
 )

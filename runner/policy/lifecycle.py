@@ -49,6 +49,8 @@ LEFT = 75
 WRONG_JOB = 2
 LOCKED = 5
 SPARE_BYTES = 1 << 20
+OUTPUTS_EVERY = timedelta(minutes=5)
+ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 PUBLISH_EVERY = timedelta(minutes=10)
 _COMMIT_TRIES = 3
 
@@ -348,6 +350,7 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
         or _commit(seen)
         or _upload(job, seen)
         or _tidy(job, history, seen)
+        or _copy_outputs(job, seen)
         or _publish_now_and_then(job, history, seen)
     )
 
@@ -435,7 +438,21 @@ def _upload(job: Job, seen: Observed) -> Action | None:
     ref = newest_unsafe(job, seen)
     if seen.divergence is not None or ref is None:
         return None  # what is saved now may be spoilt, and would drive the good one out of the store
-    return _begin(TaskKind.UPLOAD, ref.name, seen)
+    begin = _begin(TaskKind.UPLOAD, ref.name, seen)
+    if begin and isinstance(seen.tasks.get(TaskKind.OUTPUTS), Running):
+        return Cease(TaskKind.OUTPUTS, "a checkpoint goes first")
+    return begin
+
+
+def _copy_outputs(job: Job, seen: Observed) -> Action | None:
+    """Again and again, and never beside a checkpoint: that has the whole line."""
+    if not job.outputs or job.offload.to is None or isinstance(seen.tasks.get(TaskKind.UPLOAD), Running):
+        return None
+    state = seen.tasks.get(TaskKind.OUTPUTS)
+    if not isinstance(state, Finished):
+        return _begin(TaskKind.OUTPUTS, "so far", seen)
+    is_due = seen.now >= state.at + OUTPUTS_EVERY and may_write(seen)
+    return Begin(TaskKind.OUTPUTS, "so far") if is_due else None
 
 
 def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
@@ -485,7 +502,7 @@ def _subject(state: TaskState) -> str:
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
-WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH)
+WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
 
 
 def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
@@ -562,7 +579,7 @@ def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
         _know_the_store(job, history, seen)
         or _look_ahead(seen)
         or _judge_machine(job, seen)
-        or _set_up(seen)
+        or _bring_in(job, seen)
         or _keep_house(job, history, seen)
     )
 
@@ -636,6 +653,26 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
             return None  # there is something to go on with; the store is asked again while it trains
         return _begin(kind, subject, seen) or Wait(retry_at(state))
     return _begin(kind, subject, seen) or Wait()
+
+
+def _bring_in(job: Job, seen: Observed) -> Action | None:
+    """Code and data at the same time; a launch waits for both."""
+    data = _stage(job, seen)
+    if isinstance(data, Wait):
+        return _set_up(seen) or data
+    return data or _set_up(seen)
+
+
+def _stage(job: Job, seen: Observed) -> Action | None:
+    """A store that is away is waited for: to train without the data would cost more."""
+    if not seen.data_digest or seen.staged:
+        return None
+    state = seen.tasks.get(TaskKind.STAGE)
+    if isinstance(state, Failed) and state.subject == seen.data_digest:
+        if state.final or seen.now >= (state.since or state.at) + STORE_PATIENCE:
+            return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
+        return _begin(TaskKind.STAGE, seen.data_digest, seen) or Wait(retry_at(state))
+    return _begin(TaskKind.STAGE, seen.data_digest, seen) or Wait()
 
 
 def _set_up(seen: Observed) -> Action | None:
@@ -781,6 +818,7 @@ def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
         or _set_aside(seen)
         or _upload_last(job, history, seen)
         or _verify_last(history, seen)
+        or _try(TaskKind.OUTPUTS, ALL_OUTPUTS, history, seen, wanted=bool(job.outputs))
         or _tidy(job, history, seen)
         or _publish(history, seen)
     )

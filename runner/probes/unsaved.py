@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -32,17 +32,22 @@ _OURS: Final = frozenset(
         "stop",
         ".ballast",
         ".probe",
+        ".staging",
+        ".outputs.json",
     }
 )
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
 
 
-def find_unsaved(folder: Path, *, run_dir: Path, checkpoint_dir: Path, since: datetime) -> tuple[str, ...]:
+def find_unsaved(
+    folder: Path, *, run_dir: Path, checkpoint_dir: Path, since: datetime, saved: Sequence[Path] = ()
+) -> tuple[str, ...]:
     """
     Return a few files below `folder` that were written since, and are neither the run's own
-    records nor checkpoints (whose copies are compared one by one). Never follows a link.
+    records nor checkpoints (whose copies are compared one by one), nor in folders that are `saved`.
+    Never follows a link.
     """
-    ours = {run_dir / name for name in _OURS} | {checkpoint_dir, folder / ".vramfarm"}
+    ours = {run_dir / name for name in _OURS} | {checkpoint_dir, folder / ".vramfarm", *saved}
     found = []
     for number, (path, entry) in enumerate(_files(folder, ours)):
         if number >= _MAX_ENTRIES:

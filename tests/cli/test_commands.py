@@ -230,7 +230,7 @@ def test_a_job_without_a_file(cli, how):
     assert "llama" in done.stdout
 
 
-@pytest.mark.parametrize("key", ["data: [{from: s3://a/b, to: /c}]", "framework: torchtune"])
+@pytest.mark.parametrize("key", ["checkpoint: {staging: chunked}"])
 def test_what_is_not_built_yet_is_said_and_refused(tmp_path, cli, key):
     """
     Nobody finds out in the morning that a key was read and ignored.

@@ -95,6 +95,14 @@ MISTAKES = {
     "section for list": ("command: t\nsetup: {a: b}", "job.yaml:2: setup: must be a list, got a section"),
     "item of a list": ("command: t\nsetup:\n- a\n- 2", "job.yaml:4: setup[2]: must be text, got 2"),
     "key of an item": ("command: t\ndata:\n- from: s3://a/b", "job.yaml:3: data[1].to: missing"),
+    "data from nowhere": (
+        "command: t\ndata: [{from: ./corpus, to: /c}]",
+        "job.yaml:2: data[1].from: must be s3://bucket/path or file:///path, got './corpus'",
+    ),
+    "outputs of one name": (
+        "command: t\noutputs: [/a/logs, /b/logs]",
+        "job.yaml:2: outputs: must have folders of different names, which they keep in the store; not so: logs",
+    ),
     "no kind of source": ("command: t\nsource: {gti: x}", "job.yaml:2: source: must have one of git, path, archive"),
     "key of a source": (
         "command: t\nsource:\n  git: a\n  reff: b",
@@ -312,6 +320,14 @@ def test_folders_and_names_are_filled_in(tmp_path):
     assert f"file://{tmp_path}/store" == job.offload.to
     assert "/w/n-2026-01-31/checkpoints" == job.checkpoint.dir
     assert "/w" == job.finish.save_folder
+
+
+def test_outputs_need_a_store():
+    """
+    A folder that is to be copied, and nowhere to copy it, is a mistake that costs a night's work.
+    """
+    with pytest.raises(JobError, match=r"outputs: expected a store to copy them to \(offload\.to\), found none"):
+        load("command: t\noutputs: [/board]")
 
 
 def test_a_value_is_not_filled_twice():

@@ -30,7 +30,21 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.policy.divergence import is_distrusted
-from runner.policy.lifecycle import Begin, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait, decide
+from runner.policy.lifecycle import (
+    ALL_OUTPUTS,
+    OUTPUTS_EVERY,
+    STORE_PATIENCE,
+    Begin,
+    Cease,
+    End,
+    Interrupt,
+    Kill,
+    Launch,
+    Prune,
+    TrimLogs,
+    Wait,
+    decide,
+)
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -669,6 +683,99 @@ def test_what_needs_the_code_waits_for_it():
     assert Begin(TaskKind.PREFLIGHT, "code") == decide(
         ALONE, ACCEPTED, preflighted(machine, setup_digest="d", set_up=True)
     )
+
+
+# -------------------------------------------------------------------------- data and outputs
+
+
+def staging(state=None, **seen):
+    tasks = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START), TaskKind.STAGE: state}
+    return Observed(now=START, boot_id="b", life="l", data_digest="d", tasks=tasks, **seen)
+
+
+def failed(*, final, since=START, at=START):
+    return Failed(subject="d", at=at, error="data: no", final=final, failures=3, hint="mend it", since=since)
+
+
+def test_data_comes_in_beside_the_set_up_and_a_launch_waits_for_both():
+    """
+    Neither waits for the other; a paid minute is a paid minute.
+    """
+    coming, bare = Running(subject="d", started_at=START), {"setup_digest": "s", "set_up": False}
+
+    assert Begin(TaskKind.STAGE, "d") == decide(ALONE, ACCEPTED, staging(**bare))
+    assert Begin(TaskKind.SETUP, "s") == decide(ALONE, ACCEPTED, staging(coming, **bare))
+    assert isinstance(decide(ALONE, ACCEPTED, staging(coming)), Wait)
+    assert isinstance(decide(ALONE, ACCEPTED, staging(Finished(subject="d", at=START), staged=True)), Launch)
+
+
+def test_data_that_is_not_there_ends_the_job_early_and_a_store_that_is_away_does_not():
+    """
+    With the error and its cure; nothing is trained without the data, and nothing is journaled: the next start looks again.
+    """
+    long_ago = START - STORE_PATIENCE
+    away = decide(ALONE, ACCEPTED, staging(failed(final=False)))
+    retried = decide(ALONE, ACCEPTED, staging(failed(final=False, at=START - timedelta(minutes=2))))
+    gone = decide(ALONE, ACCEPTED, staging(failed(final=False, since=long_ago)))
+    wrong = decide(ALONE, ACCEPTED, staging(failed(final=True)))
+
+    assert isinstance(away, Wait)
+    assert Begin(TaskKind.STAGE, "d") == retried
+    assert End(code=4, stop=True, keep=False, reason="data: no; mend it") == wrong == gone
+
+
+WITH_OUTPUTS = JOB.model_copy(update={"outputs": ("/board",)})
+
+
+def training(*, local=(), **tasks):
+    known = {
+        TaskKind.SURVEY: Finished(subject="store", at=START),
+        **{TaskKind[name]: state for name, state in tasks.items()},
+    }
+    live = Live(attempt_id="a", trainers=(1,), savers=())
+    return Observed(now=START, boot_id="b", life="l", live=live, offsite=(), local=local, tasks=known)
+
+
+CHECKPOINT = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+
+
+def test_outputs_are_copied_again_and_again_while_it_trains():
+    """
+    First at once, then every few minutes, a failure like any other after a pause.
+    """
+    recent, old = (Finished(subject="so far", at=START - ago) for ago in (OUTPUTS_EVERY / 2, OUTPUTS_EVERY))
+    broken = Failed(subject="so far", at=START, error="away", final=False, failures=1)
+
+    assert Begin(TaskKind.OUTPUTS, "so far") == decide(WITH_OUTPUTS, ACCEPTED, training())
+    assert isinstance(decide(WITH_OUTPUTS, ACCEPTED, training(OUTPUTS=recent)), Wait)
+    assert Begin(TaskKind.OUTPUTS, "so far") == decide(WITH_OUTPUTS, ACCEPTED, training(OUTPUTS=old))
+    assert isinstance(decide(WITH_OUTPUTS, ACCEPTED, training(OUTPUTS=broken)), Wait)
+    assert isinstance(decide(JOB, ACCEPTED, training()), Wait)
+
+
+def test_outputs_are_never_in_the_way_of_a_checkpoint():
+    """
+    They share the line and the limit of it: a copy that runs makes way, and none begins beside an upload.
+    """
+    copying = Running(subject="so far", started_at=START)
+    uploading = Running(subject=CHECKPOINT.ref.name, started_at=START)
+    makes_way = decide(WITH_OUTPUTS, ACCEPTED, training(local=(CHECKPOINT,), OUTPUTS=copying))
+    waits = decide(WITH_OUTPUTS, ACCEPTED, training(local=(CHECKPOINT,), UPLOAD=uploading))
+
+    assert Cease(TaskKind.OUTPUTS, "a checkpoint goes first") == makes_way
+    assert isinstance(waits, Wait)
+
+
+def test_outputs_go_once_more_at_the_end_before_the_stop():
+    """
+    When nobody writes to them any more, after the checkpoint and before the last word.
+    """
+    over = replace(ACCEPTED, conclusion=Conclusion(outcome=Outcome.STOPPED, reason="asked", at=START))
+    seen = replace(training(OUTPUTS=Finished(subject="so far", at=START)), live=None)
+
+    assert Begin(TaskKind.OUTPUTS, ALL_OUTPUTS) == decide(WITH_OUTPUTS, over, seen)
+    done = replace(seen, tasks={**seen.tasks, TaskKind.OUTPUTS: Finished(subject=ALL_OUTPUTS, at=START)})
+    assert Begin(TaskKind.PUBLISH, "stopped") == decide(WITH_OUTPUTS, over, done)
 
 
 def test_a_machine_that_is_to_be_swapped_is_refused():

@@ -71,6 +71,30 @@ def test_a_job_from_the_bucket_ends_in_the_bucket(cloud, tmp_path):
     assert 0 == verified.returncode, verified.stderr
 
 
+def test_data_comes_in_and_outputs_go_out(cloud, s3server, tmp_path):
+    """
+    The corpus is here before the job is launched; what it wrote beside its checkpoints is in the bucket, all of it.
+    """
+    at, env = cloud
+    client, prefix = s3server.client(), at.removeprefix(f"s3://{BUCKET}/")
+    job = client.get_object(Bucket=BUCKET, Key=f"{prefix}/job.yaml")["Body"].read().decode()
+    job = job.replace("setup:", 'data: [{from: "%s/corpus", to: "{workspace}/corpus"}]\nsetup:' % at)  # noqa: UP031
+    job = job.replace(
+        "command: ", "command: sh -c 'cp {workspace}/corpus/words {workspace}/board/copy && exec \"$@\"' sh "
+    )
+    job = job.replace("echo set-up", "mkdir -p {workspace}/board && echo set-up") + 'outputs: ["{workspace}/board"]\n'
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/job.yaml", Body=job.encode())
+    client.put_object(Bucket=BUCKET, Key=f"{prefix}/corpus/words", Body=b"words")
+
+    done = runner(env, "run", "--config", f"{at}/job.yaml")
+
+    assert 0 == done.returncode, done.stderr
+    assert b"words" == (tmp_path / "workspace" / "corpus" / "words").read_bytes()
+    copied = client.get_object(Bucket=BUCKET, Key=f"{prefix}/runs/tiny/outputs/board/copy")["Body"].read()
+    assert b"words" == copied
+    assert "the data is in place: 1 files" in done.stderr
+
+
 def test_what_is_not_in_the_bucket_is_said(cloud):
     """
     One line: where, expected, found.

@@ -197,7 +197,7 @@ class _Sender:
             raise _StoppedError from error
 
     def _bring(self, key: str, shard: Shard) -> None:
-        if not _differs(self._store, key, shard):
+        if not differs(self._store, key, shard):
             self._sent(shard.path, shard.size_bytes)
             return
         if self._copy(key, shard):
@@ -218,7 +218,7 @@ class _Sender:
         if origin is None:
             return False
         try:
-            done = self._store.copy(origin, key, shard) and not _differs(self._store, key, shard)
+            done = self._store.copy(origin, key, shard) and not differs(self._store, key, shard)
         except OffsiteError:
             return False  # whatever it is: sending will say it, or do
         with self._lock:
@@ -258,7 +258,7 @@ def _eventually(problem: Callable[[], OffsiteError | None]) -> None:
 
 
 def _not_kept(store: Store, key: str, shard: Shard) -> OffsiteError | None:
-    problem = _differs(store, key, shard)
+    problem = differs(store, key, shard)
     return OffsiteError(f"{store.address}/{key}: stored, but {problem}", final=False) if problem else None
 
 
@@ -296,7 +296,7 @@ def _key(job: str, ref: Ref, shard: Shard) -> str:
     return f"{job}/checkpoints/{ref.name}/{shard.path}"
 
 
-def _differs(store: Store, key: str, shard: Shard) -> str:
+def differs(store: Store, key: str, shard: Shard) -> str:
     """How an object differs from a shard; empty if it is the same by size and checksum."""
     found = store.head(key)
     if found is None:
@@ -342,7 +342,7 @@ def verify(
     manifest = read_manifest(store, job, ref.name)
     for shard in manifest.shards:
         key = _key(job, ref, shard)
-        if problem := _differs(store, key, shard):
+        if problem := differs(store, key, shard):
             raise _damaged(store, key, problem)
         read(shard.path, shard.size_bytes)
     return manifest

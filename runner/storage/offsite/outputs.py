@@ -1,0 +1,151 @@
+"""
+Folders that a job writes beside its checkpoints, copied to `<job>/outputs/<folder>/…`.
+
+Only what changed is sent. What is in the store is never removed there. A file that is written
+to meanwhile is left for the next time; what was left is told, and does not count as safe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from runner.storage.checksums import describe_file
+from runner.storage.disk import Disk
+from runner.storage.offsite.contract import OffsiteError, Store, in_parallel, is_key
+from runner.storage.offsite.transfer import Meter, Progress, differs
+
+INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
+_NUM_THREADS: Final = 4
+_MAX_FILES: Final = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    num_files: int
+    sent_bytes: int
+    left: tuple[str, ...]  # what is not there, and why
+
+
+def copy_outputs(store: Store, job: str, folders: Sequence[Path], run_dir: Path, progress: Progress) -> Copied:
+    """Copy what the store does not have; may be killed at any moment and called again."""
+    copying = _Copying(store, job, run_dir / INDEX)
+    files = [(folder, path) for folder in folders for path in _files(folder)]
+    changed = [pair for pair in files if not copying.is_there(*pair)]
+    meter = Meter(sum(_size(path) for _, path in changed), progress)
+
+    def copy(pair: tuple[Path, Path]) -> None:
+        copying.copy(*pair)
+        meter.add(pair[1].name, _size(pair[1]))
+
+    try:
+        in_parallel(copy, changed, _NUM_THREADS)
+    finally:
+        copying.remember()
+    return Copied(num_files=len(files), sent_bytes=copying.sent_bytes, left=tuple(copying.left))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Plain files; a link leads who knows where."""
+    number = 0
+    for parent, _, names in os.walk(folder):
+        for name in sorted(names):
+            path = Path(parent, name)
+            with suppress(OSError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    number += 1
+                    yield path
+            if number > _MAX_FILES:
+                raise OffsiteError(
+                    f"outputs: {folder}: expected at most {_MAX_FILES} files",
+                    hint="name a smaller folder in outputs",
+                    final=True,
+                )
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.lstat().st_size
+    return 0
+
+
+class _Copying:
+    def __init__(self, store: Store, job: str, index: Path) -> None:
+        self._store, self._prefix, self._index = store, f"{job}/outputs/", index
+        self._listed = {entry.key: entry.size_bytes for entry in store.list(self._prefix)}
+        self._known: dict[str, list[int]] = _read(index)
+        self._lock = threading.Lock()
+        self.sent_bytes = 0
+        self.left: list[str] = []
+
+    def is_there(self, folder: Path, path: Path) -> bool:
+        key, now = self._key(folder, path), _signature(path)
+        return bool(now) and self._known.get(key) == now and self._listed.get(key) == now[0]
+
+    def copy(self, folder: Path, path: Path) -> None:
+        key = self._key(folder, path)
+        if not is_key(key):
+            self._leave(path, "a name that cannot be a key")
+            return
+        try:
+            before = _signature(path)
+            shard = describe_file(path, "output")
+            if differs(self._store, key, shard):
+                self._store.put_file(key, path, shard, lambda _: None)
+                self._confirm(key, differs(self._store, key, shard), shard.size_bytes)
+            self._note(key, path, before)
+        except OSError as error:
+            self._leave(path, error.strerror or "cannot be read")
+        except OffsiteError as error:
+            if not error.damaged:
+                raise
+            self._leave(path, "it is being written")
+
+    def _key(self, folder: Path, path: Path) -> str:
+        return f"{self._prefix}{folder.name}/{path.relative_to(folder).as_posix()}"
+
+    def _confirm(self, key: str, problem: str, size_bytes: int) -> None:
+        if problem:
+            raise OffsiteError(f"{self._store.address}/{key}: stored, but {problem}", final=False)
+        with self._lock:
+            self.sent_bytes += size_bytes
+
+    def _note(self, key: str, path: Path, before: list[int]) -> None:
+        if before != _signature(path):
+            self._leave(path, "it is being written")
+            return
+        with self._lock:
+            self._known[key] = before
+
+    def _leave(self, path: Path, why: str) -> None:
+        with self._lock:
+            self.left.append(f"{path}: {why}")
+
+    def remember(self) -> None:
+        """Lost, it costs a question a file, no more: so it is not made durable."""
+        fresh = self._index.with_name(f"{self._index.name}.new")
+        with suppress(OSError):
+            Disk().write(fresh, json.dumps(self._known).encode())
+            Disk().rename(fresh, self._index)
+
+
+def _signature(path: Path) -> list[int]:
+    with suppress(OSError):
+        found = path.lstat()
+        return [found.st_size, found.st_mtime_ns, found.st_ino]
+    return []
+
+
+def _read(index: Path) -> dict[str, list[int]]:
+    try:
+        known = json.loads(index.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,337 @@
+"""
+Data brought in before training: folders and files of stores, to places on this disk.
+
+A file gets its name, and the time it was stored, only when it is whole and compared; so a file
+with the size and the time of the listing is not fetched again, by whichever run. What is under
+way is `NAME.staging`; the pieces it has are noted in the run folder, and are believed as long
+as the machine has not been booted anew: what a crash of the machine took is fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from runner.storage.checksums import combine_chunks, crc32, is_sum_of_parts
+from runner.storage.disk import Disk, write_durable
+from runner.storage.offsite.contract import Head, OffsiteError, Store, in_parallel
+from runner.storage.offsite.transfer import Meter, Progress
+from vramfarm.protocol import CHUNK_BYTES
+
+_NOTES: Final = ".staging"  # folder in the run folder
+_PART: Final = ".staging"
+_NUM_THREADS: Final = 12
+_SPARE_BYTES: Final = 64 << 20
+_HASH_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """`source`: s3:// or file://, a folder or a file; `to`: a place on this disk."""
+
+    source: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """All items are here. `unsure`: files of which the store keeps no checksum that could be compared."""
+
+    num_files: int
+    size_bytes: int
+    fetched_bytes: int
+    unsure: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    store: Store = field(compare=False)
+    key: str
+    target: Path
+    size_bytes: int
+    modified_at: datetime
+
+    @property
+    def part(self) -> Path:
+        return self.target.with_name(self.target.name + _PART)
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.size_bytes // CHUNK_BYTES)
+
+    def is_here(self) -> bool:
+        with suppress(OSError):
+            found = self.target.stat()
+            return found.st_size == self.size_bytes and found.st_mtime_ns == _ns(self.modified_at)
+        return False
+
+
+def is_staged(targets: Sequence[str], run_dir: Path, digest: str) -> bool:
+    """Whether data with this digest was brought in, and its places are still there."""
+    return _marker(run_dir, digest).exists() and all(os.path.lexists(target) for target in targets)
+
+
+def _marker(run_dir: Path, digest: str) -> Path:
+    return run_dir / _NOTES / f"{digest}.json"
+
+
+def stage(  # noqa: PLR0913  # called once, all by name
+    items: Sequence[Item],
+    open_at: Callable[[str], Store],
+    *,
+    run_dir: Path,
+    digest: str,
+    boot_id: str,
+    progress: Progress,
+) -> Staged:
+    """
+    Bring all items in; `digest` stands for them. May be killed at any moment and called again. Final
+    errors: nothing at an address, no room, two files for one place.
+    """
+    notes = run_dir / _NOTES
+    progress(0.0, "listing")
+    files = [file for item in items for file in _find(item, open_at)]
+    _expect_own_places(files)
+    missing = [file for file in files if not file.is_here()]
+    try:
+        notes.mkdir(parents=True, exist_ok=True)
+        unsure = _Fetching(files, missing, notes, boot_id, progress).fetch()
+        marker = {"listing": _digest(files), "files": len(files)}
+        write_durable(Disk(), _marker(run_dir, digest), json.dumps(marker).encode())
+    except OSError as error:
+        final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
+        raise OffsiteError(f"data: {error.filename}: {error.strerror}", final=final) from error
+    return Staged(
+        num_files=len(files),
+        size_bytes=sum(file.size_bytes for file in files),
+        fetched_bytes=sum(file.size_bytes for file in missing),
+        unsure=unsure,
+    )
+
+
+# ------------------------------------------------------------------------------------ listing
+
+
+def _find(item: Item, open_at: Callable[[str], Store]) -> Iterator[_File]:
+    address = item.source.rstrip("/")
+    if _is_local_file(address):
+        yield _single(item, address, open_at)
+        return
+    store, number = open_at(address), 0
+    for number, entry in enumerate(store.list(""), 1):  # noqa: B007  # used below
+        yield _File(
+            store=store,
+            key=entry.key,
+            target=Path(item.to) / entry.key,
+            size_bytes=entry.size_bytes,
+            modified_at=entry.modified_at,
+        )
+    if number == 0:
+        yield _single(item, address, open_at)
+
+
+def _is_local_file(address: str) -> bool:
+    return address.startswith("file://") and Path(unquote(urlsplit(address).path)).is_file()
+
+
+def _single(item: Item, address: str, open_at: Callable[[str], Store]) -> _File:
+    parent, _, name = address.rpartition("/")
+    store = open_at(parent) if not parent.endswith(("/", ":")) else None
+    found = [entry for entry in store.list(name) if entry.key == name] if store else []
+    if store is None or not found:
+        raise OffsiteError(
+            f"data: expected files at {item.source}, found none",
+            hint="correct data.from in job.yaml, or put the data there first",
+            final=True,
+        )
+    to = Path(item.to)
+    target = to / name if item.to.endswith("/") or to.is_dir() else to
+    entry = found[0]
+    return _File(store=store, key=name, target=target, size_bytes=entry.size_bytes, modified_at=entry.modified_at)
+
+
+def _expect_own_places(files: Sequence[_File]) -> None:
+    seen: set[Path] = set()
+    for file in files:
+        if file.target in seen:
+            raise OffsiteError(
+                f"data: expected one source for {file.target}, found two",
+                hint="give the items of data folders of their own (to)",
+                final=True,
+            )
+        seen.add(file.target)
+
+
+def _digest(files: Sequence[_File]) -> str:
+    lines = sorted(f"{file.target}\0{file.size_bytes}\0{_ns(file.modified_at)}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _ns(moment: datetime) -> int:
+    return round(moment.timestamp() * 1_000_000) * 1000
+
+
+# ----------------------------------------------------------------------------------- fetching
+
+
+class _Fetching:
+    def __init__(
+        self, files: Sequence[_File], missing: Sequence[_File], notes: Path, boot_id: str, progress: Progress
+    ) -> None:
+        self._missing, self._notes, self._boot_id = missing, notes, boot_id
+        self._meter = Meter(sum(file.size_bytes for file in files), progress)
+        self._meter.add("here already", sum(file.size_bytes for file in files) - sum(f.size_bytes for f in missing))
+        self._lock = threading.Lock()
+        self._unsure: list[str] = []
+
+    def fetch(self) -> tuple[str, ...]:
+        """Several files at once, and several pieces of a large one."""
+        for file in self._missing:
+            file.target.parent.mkdir(parents=True, exist_ok=True)
+        self._make_room()
+        large = [file for file in self._missing if file.num_pieces > 1]
+        in_parallel(self._fetch_small, [file for file in self._missing if file.num_pieces <= 1], _NUM_THREADS)
+        for file in large:
+            self._fetch_large(file)
+        return tuple(self._unsure)
+
+    def _make_room(self) -> None:
+        needed: dict[int, int] = {}
+        places: dict[int, Path] = {}
+        for file in self._missing:
+            device = file.target.parent.stat().st_dev
+            there = file.part.stat().st_blocks * 512 if file.part.exists() else 0
+            needed[device] = needed.get(device, 0) + file.size_bytes - there
+            places[device] = file.target.parent
+        for device, num_bytes in needed.items():
+            free = shutil.disk_usage(places[device]).free
+            if num_bytes + _SPARE_BYTES > free:
+                raise OffsiteError(
+                    f"data: expected {num_bytes / 1e9:.1f} GB free for {places[device]}, found {free / 1e9:.1f}",
+                    hint="free some space, bring less, or rent a machine with a larger disk",
+                    final=True,
+                )
+
+    def _fetch_small(self, file: _File) -> None:
+        content = file.store.read(file.key, 0, file.size_bytes)
+        if len(content) != file.size_bytes:
+            raise _changed(file)
+        Disk().remove(file.part)
+        Disk().write_at(file.part, 0, content)
+        self._finish(file, [crc32(content)] if content else [])
+        self._meter.add(file.key, file.size_bytes)
+
+    def _fetch_large(self, file: _File) -> None:
+        pieces = _Pieces(file, self._notes, self._boot_id)
+
+        def fetch(index: int) -> int:
+            if index not in pieces.known:
+                content = file.store.read(file.key, index * CHUNK_BYTES, _piece_bytes(file, index))
+                if len(content) != _piece_bytes(file, index):
+                    raise _changed(file)
+                Disk().write_at(file.part, index * CHUNK_BYTES, content)
+                pieces.note(index, crc32(content))
+            self._meter.add(file.key, _piece_bytes(file, index))
+            return pieces.known[index]
+
+        try:
+            self._finish(file, in_parallel(fetch, list(range(file.num_pieces)), _NUM_THREADS))
+        except _WrongError as error:
+            pieces.forget()
+            raise error.what from None
+        pieces.forget()
+
+    def _finish(self, file: _File, checksums: list[int]) -> None:
+        """Compared, durable, and only then under its name."""
+        is_right = _compare(file, file.store.head(file.key), checksums)
+        if is_right is False:
+            Disk().remove(file.part)
+            raise _WrongError(_changed(file))
+        if is_right is None:
+            with self._lock:
+                self._unsure.append(str(file.target))
+        os.utime(file.part, ns=(_ns(file.modified_at), _ns(file.modified_at)))
+        Disk().sync(file.part)
+        Disk().rename(file.part, file.target)
+        Disk().sync(file.target.parent)
+
+
+class _WrongError(OffsiteError):
+    """What came is not what the store has."""
+
+    def __init__(self, what: OffsiteError) -> None:
+        super().__init__(str(what), hint=what.hint, final=what.final)
+        self.what = what
+
+
+def _changed(file: _File) -> OffsiteError:
+    return OffsiteError(
+        f"data: {file.store.address}/{file.key}: expected the {file.size_bytes} bytes that were listed, got others",
+        hint="it was damaged on its way, or changes while it is read; it is fetched again",
+        final=False,
+    )
+
+
+def _compare(file: _File, head: Head | None, checksums: list[int]) -> bool | None:
+    """Whether the store confirms what came; None: by size only."""
+    if head is None or head.size_bytes != file.size_bytes:
+        return False
+    if head.crc32 is not None:
+        return head.crc32 == combine_chunks(checksums, file.size_bytes)
+    if head.md5:
+        return head.md5 == _md5(file.part)
+    known = head.parts_crc32
+    return True if known and is_sum_of_parts(*known, checksums, file.size_bytes) else None
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as content:
+        while block := content.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _piece_bytes(file: _File, index: int) -> int:
+    return min(CHUNK_BYTES, file.size_bytes - index * CHUNK_BYTES)
+
+
+class _Pieces:
+    """Which pieces of a file are in its `.staging`, with their CRC32."""
+
+    def __init__(self, file: _File, notes: Path, boot_id: str) -> None:
+        self._path = notes / f"{hashlib.sha256(str(file.target).encode()).hexdigest()[:16]}.pieces"
+        self._lock = threading.Lock()
+        head = json.dumps([str(file.target), file.size_bytes, _ns(file.modified_at), boot_id])
+        self.known = self._read(head) if file.part.exists() else {}
+        if not self.known:
+            Disk().remove(file.part)
+            Disk().write(self._path, f"{head}\n".encode())
+
+    def _read(self, head: str) -> dict[int, int]:
+        try:
+            first, *lines = self._path.read_text().split("\n")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return {}
+        pairs = [line.split(" ") for line in lines[:-1]]  # the last is empty, or was torn by a kill
+        if first != head or any(len(pair) != 2 for pair in pairs):  # noqa: PLR2004  # index and checksum
+            return {}
+        return {int(index): int(checksum) for index, checksum in pairs}
+
+    def note(self, index: int, checksum: int) -> None:
+        with self._lock:
+            self.known[index] = checksum
+            Disk().append(self._path, f"{index} {checksum}\n".encode())
+
+    def forget(self) -> None:
+        Disk().remove(self._path)

@@ -1,0 +1,345 @@
+"""Data on its way in and outputs on their way out: against a folder and a real S3 server."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from runner.job import OffloadPolicy
+from runner.probes.unsaved import find_unsaved
+from runner.storage.checksums import describe_file
+from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite.outputs import INDEX, copy_outputs
+from runner.storage.offsite.staging import Item, is_staged, stage
+from tests.faultproxy import FaultProxy
+from tests.storage.moving import ignore
+from vramfarm.protocol import CHUNK_BYTES
+
+LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(1, 4)) + b"tail"
+CORPUS = {"train/0.bin": LARGE, "train/1.bin": b"small", "empty": b""}
+
+
+class Origin:
+    """A store with data in it, and what has been read from it."""
+
+    def __init__(self, request, tmp_path, kind):
+        self.offload, self.env = OffloadPolicy(to=f"file://{tmp_path}/origin"), {}
+        if kind == "s3":
+            self.offload, self.env = request.getfixturevalue("s3_offload"), request.getfixturevalue("s3server").env
+        self.run_dir, self.to = tmp_path / "run", tmp_path / "data"
+        self.reads = []
+
+    def fill(self, tmp_path, corpus):
+        store = open_store(self.offload, self.env)
+        for key, content in corpus.items():
+            (tmp_path / "one").write_bytes(content)
+            store.put_file(key, tmp_path / "one", describe_file(tmp_path / "one", "one"), lambda _: None)
+
+    def open_at(self, address):
+        store = open_store(self.offload.model_copy(update={"to": address}), self.env)
+        read = store.read
+
+        def counted(key, offset, num_bytes):
+            self.reads.append((key, offset))
+            return read(key, offset, num_bytes)
+
+        store.read = counted
+        return store
+
+    def stage(self, *items, boot_id="boot", progress=ignore):
+        items = items or (Item(source=self.offload.to, to=str(self.to)),)
+        return stage(items, self.open_at, run_dir=self.run_dir, digest="digest", boot_id=boot_id, progress=progress)
+
+
+@pytest.fixture(params=["file", "s3"])
+def origin(request, tmp_path):
+    origin = Origin(request, tmp_path, request.param)
+    origin.fill(tmp_path, CORPUS)
+    return origin
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_data_comes_in_whole_and_once(origin):
+    """
+    Every byte, compared; the second time nothing is read; progress goes to the end.
+    """
+    told = []
+    first = origin.stage(progress=lambda fraction, _: told.append(fraction))
+    num_reads = len(origin.reads)
+    again = origin.stage()
+
+    assert CORPUS == contents(origin.to)
+    assert (3, len(LARGE) + 5, len(LARGE) + 5) == (first.num_files, first.size_bytes, first.fetched_bytes)
+    assert (0, num_reads, 1.0) == (again.fetched_bytes, len(origin.reads), told[-1])
+    assert is_staged([str(origin.to)], origin.run_dir, "digest")
+    assert not is_staged([str(origin.to)], origin.run_dir, "other")
+
+
+def test_data_that_was_thrown_away_is_not_taken_for_there(origin):
+    """
+    A run folder on a volume outlives a container's disk.
+    """
+    origin.stage()
+    origin.to.rename(origin.to.with_name("gone"))
+
+    assert not is_staged([str(origin.to)], origin.run_dir, "digest")
+
+
+def test_only_what_changed_is_fetched_again(origin, tmp_path):
+    """
+    A nightly corpus: one file is new, one is another, one was spoiled here.
+    """
+    origin.stage()
+    time.sleep(0.01)
+    origin.fill(tmp_path, {"train/1.bin": b"SMALL", "new": b"new"})
+    (origin.to / "empty").write_bytes(b"spoiled")
+    origin.reads.clear()
+    origin.stage()
+
+    assert CORPUS | {"train/1.bin": b"SMALL", "new": b"new"} == contents(origin.to)
+    assert {"train/1.bin", "new", "empty"} == {key for key, _ in origin.reads}
+
+
+def test_single_files_and_several_items(origin, tmp_path):
+    """
+    A file goes to the name that is given, or into a folder; items do not mix.
+    """
+    at = origin.offload.to
+    origin.stage(
+        Item(source=f"{at}/train", to=f"{tmp_path}/a"),
+        Item(source=f"{at}/train/1.bin", to=f"{tmp_path}/b/"),
+        Item(source=f"{at}/train/1.bin", to=f"{tmp_path}/c/renamed"),
+    )
+
+    assert {"0.bin": LARGE, "1.bin": b"small"} == contents(tmp_path / "a")
+    assert {"1.bin": b"small"} == contents(tmp_path / "b")
+    assert {"renamed": b"small"} == contents(tmp_path / "c")
+
+
+def test_nothing_there_and_two_for_one_place_are_final(origin, tmp_path):
+    """
+    A typo is said at once, with the key to mend; so is a mixture.
+    """
+    at = origin.offload.to
+    with pytest.raises(OffsiteError, match=r"expected files at .*/typo, found none") as missing:
+        origin.stage(Item(source=f"{at}/typo", to=f"{tmp_path}/a"))
+    with pytest.raises(OffsiteError, match=r"expected one source for .*\.bin, found two") as twice:
+        origin.stage(*[Item(source=f"{at}/train", to=f"{tmp_path}/a")] * 2)
+
+    assert (True, "data.from" in missing.value.hint, True) == (missing.value.final, True, twice.value.final)
+
+
+def test_pieces_of_a_large_file_are_not_fetched_again(origin):
+    """
+    Those of this boot; after another one, what was not durable may be anything.
+    """
+    origin.stage()
+    (origin.to / "train" / "0.bin").unlink()
+    store, broken = origin.open_at, []
+
+    def failing(address):
+        opened = store(address)
+        read = opened.read
+
+        def once(key, offset, num_bytes):
+            if offset == 2 * CHUNK_BYTES and not broken:
+                time.sleep(0.5)  # until the others are there
+                broken.append(offset)
+                raise OffsiteError("cut", final=False)
+            return read(key, offset, num_bytes)
+
+        opened.read = once
+        return opened
+
+    origin.open_at = failing
+    with pytest.raises(OffsiteError, match="cut"):
+        origin.stage()
+    origin.open_at, origin.reads[:] = store, []
+    origin.stage()
+    after_kill = [offset // CHUNK_BYTES for key, offset in origin.reads if key == "train/0.bin"]
+
+    assert [2] == after_kill
+    assert CORPUS == contents(origin.to)
+
+
+def test_after_a_reboot_a_half_fetched_file_is_fetched_anew(origin):
+    """
+    Its notes were written by a machine that may have lost the bytes.
+    """
+    part = origin.to / "train" / "0.bin.staging"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(len(LARGE)))
+    notes = origin.run_dir / ".staging"
+    notes.mkdir(parents=True)
+    entry = next(e for e in open_store(origin.offload, origin.env).list("train/0") if e.key == "train/0.bin")
+    name = hashlib.sha256(str(origin.to / "train" / "0.bin").encode()).hexdigest()[:16]
+    stamp = round(entry.modified_at.timestamp() * 1_000_000) * 1000
+    (notes / f"{name}.pieces").write_text(
+        f'["{origin.to / "train" / "0.bin"}", {len(LARGE)}, {stamp}, "an older boot"]\n0 0\n1 0\n2 0\n3 0\n'
+    )
+    origin.stage(boot_id="boot")
+
+    assert CORPUS == contents(origin.to)
+
+
+def test_what_came_in_is_not_taken_for_the_runs_own_work(origin, tmp_path):
+    """
+    Else the folder of every job with data would be kept, and paid for.
+    """
+    begun = datetime.now(UTC) + timedelta(seconds=1)
+    time.sleep(1.1)
+    origin.stage()
+    found = find_unsaved(tmp_path, run_dir=origin.run_dir, checkpoint_dir=tmp_path / "none", since=begun)
+    (origin.to / "tokens").write_text("made here")
+    later = find_unsaved(tmp_path, run_dir=origin.run_dir, checkpoint_dir=tmp_path / "none", since=begun)
+
+    assert ((), ("data/tokens",)) == (found, later)
+
+
+@pytest.mark.parametrize("fault", [{"flip": 7}, {"cut_down": 50}, {"end_early": 50}], ids=str)
+def test_damage_on_the_way_in_does_not_pass(request, s3server, tmp_path, fault):
+    """
+    The store's own checksum decides; a later try ends well.
+    """
+    origin = Origin(request, tmp_path, "s3")
+    origin.fill(tmp_path, CORPUS)
+    with FaultProxy(s3server.endpoint) as proxy:
+        origin.offload = origin.offload.model_copy(update={"endpoint": proxy.endpoint})
+        proxy.add(operation="GetObject", times=1, **fault)
+        try:
+            origin.stage()
+        except OffsiteError as error:
+            assert not error.final  # noqa: PT017  # a flipped byte ends the call; the others are fetched again in it
+        origin.stage()
+
+    assert CORPUS == contents(origin.to)
+
+
+STAGE = """
+import json, os, sys
+from pathlib import Path
+from runner.job import OffloadPolicy
+from runner.storage.offsite import open_store
+from runner.storage.offsite.staging import Item, stage
+offload, to, run_dir = OffloadPolicy(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+stage(
+    [Item(source=offload.to, to=to)],
+    lambda address: open_store(offload.model_copy(update={"to": address}), os.environ),
+    run_dir=run_dir, digest="digest", boot_id="boot", progress=lambda *said: print(*said, flush=True),
+)
+"""
+
+
+def test_a_killed_staging_goes_on(request, s3server, tmp_path):
+    """
+    kill -9 in the middle: no file has its name before it is whole, and in the end all are.
+    """
+    origin = Origin(request, tmp_path, "s3")
+    corpus = {f"{number}.bin": os.urandom(3 * CHUNK_BYTES + number) for number in range(3)}
+    origin.fill(tmp_path, corpus)
+    argv = [sys.executable, "-c", STAGE, origin.offload.model_dump_json(), str(origin.to), str(origin.run_dir)]
+    env = {"PATH": os.environ["PATH"], **origin.env}
+    for _ in range(3):
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], env=env) as process:
+            with ThreadPoolExecutor(1) as reader:
+                reader.submit(process.stdout.readline).result(timeout=60)
+                reader.submit(process.stdout.readline).result(timeout=60)
+            process.send_signal(signal.SIGKILL)
+        whole = {name: body for name, body in contents(origin.to).items() if not name.endswith(".staging")}
+        assert whole.items() <= corpus.items()
+    origin.stage()
+
+    assert corpus == contents(origin.to)
+
+
+def test_no_room_is_said_before_anything_is_fetched(tmp_path):
+    """
+    With the numbers: a full disk would stop more than this.
+    """
+    (tmp_path / "origin").mkdir()
+    with (tmp_path / "origin" / "huge").open("wb") as file:
+        file.truncate(1 << 43)
+    offload = OffloadPolicy(to=f"file://{tmp_path}/origin")
+    with pytest.raises(OffsiteError, match=r"expected 8796\.[12] GB free") as caught:
+        stage(
+            [Item(source=offload.to, to=str(tmp_path / "data"))],
+            lambda address: open_store(offload.model_copy(update={"to": address}), {}),
+            run_dir=tmp_path / "run",
+            digest="d",
+            boot_id="b",
+            progress=ignore,
+        )
+
+    assert (True, []) == (caught.value.final, list((tmp_path / "data").iterdir()))
+
+
+# ---------------------------------------------------------------------------------------- outputs
+
+
+@pytest.fixture
+def board(tmp_path):
+    """A folder as a job writes it, and its run folder."""
+    folder = tmp_path / "tensorboard"
+    (folder / "run-1").mkdir(parents=True)
+    (folder / "run-1" / "events").write_bytes(b"1")
+    (folder / "notes.txt").write_bytes(b"notes")
+    (tmp_path / "run").mkdir()
+    return folder
+
+
+def there(store):
+    return {
+        entry.key.removeprefix("job/outputs/"): store.read(entry.key, 0, entry.size_bytes)
+        for entry in store.list("job/outputs/")
+    }
+
+
+def test_outputs_are_copied_and_only_what_changed(store, board, tmp_path):
+    """
+    Again and again; with its notes a copy costs no question for a file that is there.
+    """
+    first = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    (board / "run-1" / "events").write_bytes(b"12")
+    second = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    third = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+
+    assert (6, 2, 0) == (first.sent_bytes, second.sent_bytes, third.sent_bytes)
+    assert {"tensorboard/run-1/events": b"12", "tensorboard/notes.txt": b"notes"} == there(store)
+    assert () == third.left
+
+
+def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store, board, tmp_path):
+    """
+    What counts is what the store has, not what was sent once.
+    """
+    copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    store.delete("job/outputs/tensorboard/notes.txt")
+    after_loss = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    (tmp_path / "run" / INDEX).write_bytes(b"\xff torn")
+    anew = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+
+    assert (5, 0) == (after_loss.sent_bytes, anew.sent_bytes)
+    assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
+
+
+def test_what_cannot_be_copied_is_told(store, board, tmp_path):
+    """
+    Names that are no keys; links lead elsewhere and are no files. A folder that is not there has nothing.
+    """
+    (board / "two\nlines").write_bytes(b"")
+    (board / "link").symlink_to("/etc/passwd")
+    found = copy_outputs(store, "job", [board, tmp_path / "not-there"], tmp_path / "run", ignore)
+
+    assert 1 == len(found.left)
+    assert "a name that cannot be a key" in found.left[0]
+    assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
