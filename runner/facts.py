@@ -338,6 +338,7 @@ class Pulse:
     question: str = ""  # a last line without an end that asks something
     received_bytes: int = 0  # by this machine's network
     saver_bytes: int = 0  # written by the saver
+    dirty_bytes: int = 0  # of this machine, on their way to a disk or a network storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

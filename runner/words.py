@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 from runner.facts import (
@@ -406,7 +407,8 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "phase": phase(history, seen),
         "step": _step(history, seen),
         "max_steps": seen.progress.max_steps or None,
-        "loss": seen.progress.loss,
+        "loss": seen.progress.loss if isfinite(seen.progress.loss or 0.0) else None,  # JSON has no word for NaN
+        "loss_wrong_since": seen.divergence.since_step if seen.divergence else None,
         "steps_per_s": seen.progress.steps_per_s,
         "eta_s": eta_s(seen),
         "hang": seen.hang.reason if seen.hang else None,

@@ -71,6 +71,7 @@ def describe(status: Status, *, alive: bool | None, now: datetime) -> Iterator[s
     if message := status.get("message"):
         yield f"  {message}"
     yield from _verdict(status.get("verdict"))
+    yield from _trouble(status)
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
     if money := _time_and_money(status, now):
         yield f"  {money}"
@@ -82,6 +83,17 @@ def _verdict(verdict: object) -> Iterator[str]:
     if isinstance(verdict, dict) and verdict.get("verdict") in {Verdict.CHANGES, Verdict.SWAP}:
         word = "machine refused" if verdict["verdict"] == Verdict.SWAP else "preflight"
         yield from (f"  {word}: {reason}" for reason in verdict.get("reasons", ()))
+
+
+def _trouble(status: Status) -> Iterator[str]:
+    """Of the attempt that runs: whether it hangs, who is slow, what was changed for it."""
+    if status.get("outcome"):
+        return
+    for name, word in (("hang", "it hangs: "), ("straggler", "")):
+        if told := status.get(name):
+            yield f"  {word}{told}"
+    if changes := status.get("env_changes"):
+        yield f"  changed for this attempt: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
 
 def _phase(status: Status, *, alive: bool | None) -> str:

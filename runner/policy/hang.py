@@ -123,6 +123,8 @@ def _work(before: Watch, last: Pulse, pulse: Pulse, passed: float, patience: Pat
         yield cores >= (patience.spin_cores if rank.rank in waiting else patience.busy_cores)
         yield (rank.io_bytes - earlier.io_bytes) / passed >= patience.busy_bytes_per_s
     yield (pulse.received_bytes - last.received_bytes) / passed >= patience.busy_bytes_per_s
+    waits_for_disk = any(rank.state == "D" for rank in pulse.ranks)
+    yield waits_for_disk and abs(pulse.dirty_bytes - last.dirty_bytes) / passed >= patience.busy_bytes_per_s
     yield pulse.stage is Stage.SAVING and pulse.saver_bytes > last.saver_bytes
     yield any(_computes(card, before) for card in pulse.cards)
 

@@ -198,6 +198,21 @@ def test_what_takes_long_is_no_hang(quietly, told):
     assert [] == training.verdicts
 
 
+def test_a_flush_to_disk_is_no_hang():
+    """
+    A rank waits in the kernel while what it saved is on its way; when nothing moves any more, it is one.
+    """
+    training = Training().trained()
+    training.ranks[0] = replace(training.ranks[0], state="D")
+    for look in range(120):
+        training.live(5, dirty_bytes=10**11 - look * 10**8)
+    assert [] == training.verdicts
+
+    training.live(90)
+
+    assert 0 == training.verdicts[0][1].rank
+
+
 def test_a_rare_long_pause_is_learned():
     """
     An evaluation of four minutes in every hundred steps is no hang, though no sign of life is seen.
