@@ -70,6 +70,7 @@ from vramfarm.protocol import Env
 LIMIT_S: Final = 40.0  # for one check
 LIMITS_S: Final[Mapping[str, float]] = {"comm": 40.0 + TOTAL_S}  # the driver's answer, then the test
 _PAIR: Final = 2
+_WARM_SILENT_S: Final = 12.0  # in later tries: all that is slow the first time is in memory now
 _SETTLE_S: Final = 15.0
 _AGAIN_S: Final = 3.0
 _DATA: Final = re.compile(r"-+[\w-]*(?:data|corpus|train_file)[\w-]*", re.IGNORECASE)
@@ -263,7 +264,7 @@ def _comm(mission: Mission, sight: _Sight) -> Iterable[Finding]:
     ends = time.monotonic() + TOTAL_S
     trials: list[Trial] = []
     while order := next_order(trials, setting, left := ends - time.monotonic()):
-        patient = wish if not trials else replace(wish, silent_s=wish.silent_s / 2)  # torch is warm now
+        patient = replace(wish, silent_s=_WARM_SILENT_S) if trials and setting.on_cards else wish
         trials += try_all(patient, order.groups, order.env, limit_s=left)
     found = judge_trials(trials, setting)
     if job.launcher is LauncherName.COMMAND:  # it may use the cards without torch
@@ -359,16 +360,16 @@ def _store(mission: Mission) -> Iterable[Finding]:
 
 
 def _try_store(mission: Mission) -> StoreTrial:
-    """Put, refuse to replace, look, delete. What fails because the store is away is the survey's to tell."""
+    """Put, look, delete. What fails because the store is away is the survey's to tell."""
     store = open_store(mission.job.offload, mission.env)
     folder = f"{mission.job.name}/preflight"
+    abilities = store.probe()
     keys = [f"{folder}/{uuid.uuid4().hex}" for _ in range(_STREAMS)]
     sample = os.urandom(_SAMPLE_BYTES)
     started, asked_at = time.monotonic(), datetime.now(UTC)
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(lambda key: store.put(key, sample), keys))
     rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
-    is_exclusive = not store.put_new(keys[0], b"another")
     entries = list(store.list(folder))
     modified = next((entry.modified_at for entry in entries if entry.key == keys[0]), asked_at)
     stale = [entry.key for entry in entries if entry.modified_at < modified - _STALE]  # of one that was killed
@@ -376,7 +377,7 @@ def _try_store(mission: Mission) -> StoreTrial:
         address=store.address,
         rate=min(rate, mission.job.offload.max_bandwidth or rate),
         deletes=_can_delete(store, [*keys, *stale]),
-        is_exclusive=is_exclusive,
+        is_exclusive=abilities.conditional,
         skew_s=(modified - asked_at).total_seconds(),
     )
 

@@ -32,6 +32,9 @@ _CHANGES: Final[tuple[tuple[str, str, re.Pattern[str]], ...]] = (
 _UNASKED: Final = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")  # tried whatever the error says
 _PEER: Final = "NCCL_P2P_DISABLE"
 _PAIR: Final = 2
+_SLOWING: Final = frozenset(
+    {_PEER, "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS"}
+)
 _ALONE: Final = ("device", "computed")  # phases before a card talks to another
 
 
@@ -75,10 +78,13 @@ def next_order(trials: Sequence[Trial], setting: Setting, left_s: float = TOTAL_
     if left_s < LEAST_S or is_over(trials, setting):
         return None
     whole = [trial for trial in trials if trial.cards == everyone]
+    is_silent_or_slow = whole[0].ending in {TrialEnding.SILENT, TrialEnding.GOOD}
+    if len(whole) == 1 and is_silent_or_slow:
+        return Order((everyone,), {})  # what comes once may be chance, or a cold start: a change would prove nothing
     change = {} if whole[0].phase in _ALONE or setting.num < _PAIR else _next_change(whole, setting)
     if change:
         return Order((everyone,), change)
-    if len([trial for trial in whole if not trial.env]) < 2:  # noqa: PLR2004  # trouble that comes once may be chance
+    if len([trial for trial in whole if not trial.env]) < 2:  # noqa: PLR2004  # an error that does not come again
         return Order((everyone,), {})
     pairs = () if whole[0].phase in _ALONE else next_pairs(trials, setting)
     return Order(pairs, {}) if pairs else None
@@ -207,8 +213,7 @@ def _refused(trials: Sequence[Trial], whole: Sequence[Trial], setting: Setting) 
     changes = [_told(trial.env) for trial in whole if trial.env]
     told = _trouble(whole[0], setting) + (f"; not cured by {', '.join(changes)}" if changes else "")
     severity = Severity.REFUSE if len(whole) > 1 else Severity.WARN
-    if len(plain) > 1 and len(whole) == len(plain):
-        told += ", twice"
+    told += ", twice" if len(plain) > 1 else ""
     named = bad_cards(pairs)
     failed = [trial.cards for trial in pairs if trial.ending is not TrialEnding.GOOD]
     if named:
@@ -247,19 +252,24 @@ def _speed(trial: Trial, setting: Setting) -> Finding:
         return _finding(Severity.OK, "no speed was measured")
     size, busbw = trial.speeds[-1]
     told = f"{busbw:.3g} GB/s of bus bandwidth at {_size(size)}"
-    if setting.floor is not None:
-        if busbw >= setting.floor:
-            return _finding(Severity.OK, told)
+    if setting.floor is not None and busbw < setting.floor:
         message = f"{told}; preflight.min_bus_bandwidth is {setting.floor:g}"
         return _finding(Severity.REFUSE, message, "another machine, or a lower preflight.min_bus_bandwidth")
-    if not setting.on_cards:
+    if setting.floor is not None or not setting.on_cards:
         return _finding(Severity.OK, told)
+    return _against_links(size, busbw, told, setting)
+
+
+def _against_links(size: int, busbw: float, told: str, setting: Setting) -> Finding:
     measured = BusBandwidth(ranks=setting.num, size_bytes=size, algbw=None, busbw=busbw, models=setting.models)
     judged = judge_bandwidth(measured, wires=setting.wires)
     if judged.verdict is not BandwidthVerdict.SUSPICIOUS:
         return _finding(Severity.OK, told)
-    worst = judged.findings[0]
     floor = f", suspicious below {judged.floor.gb_per_s:g}" if judged.floor else ""
+    if slowing := sorted(_SLOWING & set(setting.users)):
+        hint = f"{', '.join(slowing)} is set: take it away unless the cards hang without it"
+        return _finding(Severity.WARN, f"{told}{floor}", hint)
+    worst = judged.findings[0]
     return _finding(worst.severity, f"{told}{floor}", worst.hint)
 
 

@@ -27,6 +27,16 @@ _LOOK_S: Final = 0.05
 _ECHO_S: Final = 2.0  # after the first error the others are given this long to say theirs
 _LEAVE_S: Final = 2.0
 _TEXT: Final = 600
+_DOING: Final[Mapping[str, str]] = {  # by the last phase that was said
+    "": "starting",
+    "import": "importing torch",
+    "device": "starting the card",
+    "computed": "before joining the others",
+    "join": "joining the others",
+    "reduce": "summing",
+    "measured": "summing",
+    "done": "ending",
+}
 _BEFORE: Final = ("", "import", "device")  # phases of a rank that is not yet up to talking
 
 
@@ -196,7 +206,7 @@ class _Run:
         who = " and ".join(map(self._name, behind)) or "all of them"
         state = {"T": ", stopped", "D": ", hanging in the kernel"}.get(first.state, "")
         ending = TrialEnding.LATE if first.phase in {"", "import"} and not odd else TrialEnding.SILENT
-        return ending, f"{self._why}: {who} after {first.phase or 'the start'}{state}", first.phase, behind
+        return ending, f"{self._why}: {who}, {_DOING[first.phase]}{state}", first.phase, behind
 
     def _name(self, rank: int) -> str:
         return f"card {self._cards[rank]}" if self._wish.on_cards else f"rank {rank}"

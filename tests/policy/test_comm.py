@@ -80,7 +80,7 @@ def test_the_first_change_that_is_proved_is_kept():
 
     trials, found = play(PCIE, machine)
 
-    assert ["", "NCCL_P2P_DISABLE"] == changes(trials)
+    assert ["", "", "NCCL_P2P_DISABLE"] == changes(trials)
     assert (Severity.WARN, {"NCCL_P2P_DISABLE": "1"}) == (found.severity, found.facts["env"])
     assert (
         "the cards hang (no word for 20 s: all of them); with NCCL_P2P_DISABLE=1 4 cards talk, 25.1 GB/s"
@@ -126,6 +126,16 @@ def test_slow_is_trouble_too_where_the_floor_was_published():
 
     assert {"NCCL_P2P_DISABLE": "1"} == found.facts["env"]
     assert "the cards are slow (8.1 GB/s of bus bandwidth at 1 GiB, suspicious below 25)" in found.message
+
+
+def test_what_the_user_made_slow_is_not_the_machines_fault():
+    """
+    NVLink with peer access switched off is as slow as it was asked to be.
+    """
+    trials, found = play(replace(NVLINK, users={"NCCL_P2P_DISABLE"}), lambda *_: trial(busbw=12.0))
+
+    assert (1, Severity.WARN) == (len(trials), found.severity)
+    assert "NCCL_P2P_DISABLE is set: take it away unless the cards hang without it" == found.hint
 
 
 def test_what_the_user_set_is_not_tried():

@@ -39,7 +39,7 @@ def test_processes_that_talk():
 
 @pytest.mark.parametrize(
     ("what", "where", "told"),
-    [("stop", "reduce", "rank 1 after reduce, stopped"), ("sleep", "join", "rank 1 after computed")],
+    [("stop", "reduce", "rank 1, summing, stopped"), ("sleep", "join", "rank 1, before joining the others")],
 )
 def test_a_rank_that_hangs_is_named(what, where, told):
     """
