@@ -1,8 +1,12 @@
 """The global batch in a run of real processes: the accumulation follows the number of them."""
 
 import json
+from datetime import UTC, datetime
 
 import pytest
+
+from runner.facts import Finished, TaskKind
+from runner.world import _StoreView
 
 SCRIPT = """\
 #!/bin/sh
@@ -53,3 +57,17 @@ def test_a_machine_that_cannot_keep_the_batch_is_refused(train, tmp_path):
     assert 3 == done.returncode
     assert "global 16 is not a multiple of per_card 2 x 3 cards = 6; 1, 2, 4 or 8 cards do it" in done.stderr
     assert not (tmp_path / "seen").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"), [({"global": 256, "per_card": 4}, 256), (None, 0), ({"global": "many"}, 0), ([256], 0)]
+)
+def test_the_batch_of_the_job_in_the_store_is_known(batch, expected):
+    """
+    What another machine trained with; 0 where that makes no sense.
+    """
+    view = _StoreView()
+    result = {"job": {"identity": {"batch": batch}}}
+    view.learn({TaskKind.SURVEY: Finished(subject="store", at=datetime.now(UTC), result=result)})
+
+    assert expected == view.global_batch()
