@@ -460,6 +460,7 @@ class Observed:
     stop_requested: bool = False  # by the operator: the job ends
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False
+    stop_doubt: str = ""  # why the stop of this server may fail when its time comes
     only_here: tuple[str, ...] = ()  # files of the run, beside its checkpoints, that no store has; a few of them
     deadline_at: datetime | None = None
     deadline_why: str = ""  # what sets it

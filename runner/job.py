@@ -408,7 +408,7 @@ class FinishPolicy(Model):
     on_failure: AtEnd = Field(default=AtEnd.STOP, description="The same after a failure.")
     hold: Literal["auto"] | Duration = Field(
         default="auto",
-        description="After an early end, keep the server for a look. `auto`: until the paid minutes are used up.",
+        description="After an early end, keep the server for a look. `auto`: until the minutes that are paid anyway are used up (VRAMfarm: 15); where there are none, not at all.",
     )
     save_folder: str = Field(
         default="{workspace}", description="Folder the provider keeps when something is only here."

@@ -29,7 +29,7 @@ from runner.facts import (
     TaskKind,
     Verdict,
 )
-from runner.job import Job, format_duration
+from runner.job import Job, OnLimit, format_duration
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
@@ -59,6 +59,7 @@ from runner.policy.lifecycle import (
     TrimLogs,
     Wait,
 )
+from runner.policy.limits import reserve
 from runner.policy.money import billed
 from runner.supervise.attempt import PREVENTION
 
@@ -509,6 +510,26 @@ def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> lis
         f"set in every attempt, unless it is set: {' '.join(f'{name}={value}' for name, value in PREVENTION.items())}",
         f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
+
+
+def tell_end(job: Job, history: History, seen: Observed, server: Server | None) -> str:
+    """What the end will take, in time and money, what is kept for it, and what becomes of what does not fit."""
+    kept = span(reserve(history, seen).total_seconds())
+    if job.limits.on_limit is OnLimit.STOP_ANYWAY:
+        missed = "what does not fit is lost (limits.on_limit: stop_anyway)"
+    elif server:
+        missed = f"what does not fit stays in {job.finish.save_folder}, which the provider keeps"
+    else:
+        missed = "what does not fit stays on this disk"
+    if job.offload.to is None:
+        return f"the end takes a last save, no copy; {kept} is kept for it before the limit"
+    if not seen.last_upload_s or not seen.local:
+        return f"the end takes a last save and its upload, which are timed with the first; {kept} is kept for them before the limit; {missed}"
+    seconds, largest = seen.last_save_s + seen.last_upload_s, max(c.size_bytes for c in seen.local)
+    price = Decimal(server.price_per_hour) * Decimal(seconds) / 3600 if server and server.price_per_hour else None
+    money = "" if price is None or server is None else f", {price:.2f} {server.currency}"
+    took = f"a save {span(seen.last_save_s)}, the upload of {size(largest)} {span(seen.last_upload_s)}"
+    return f"the end takes about {span(seconds)}{money}: {took}; {kept} is kept for it before the limit; {missed}"
 
 
 def closing(job: Job, history: History, seen: Observed, around: Surroundings, end: End) -> list[str]:

@@ -160,6 +160,7 @@ class Setting:
     secrets: Mapping[str, str]
     paid_from: datetime | None = None  # the server's first boot
     refusal: str = ""
+    stop_doubt: str = ""
     identity: Mapping[str, Any] | None = None  # what makes this job this job; None: any change is accepted
 
 
@@ -255,6 +256,7 @@ class RealWorld:
             stop_requested=self._folder.stop.exists(),
             leaving=self.leaving.is_set(),
             rented=self._setting.server is not None,
+            stop_doubt=self._setting.stop_doubt,
             machine=self._holder,
             ledger=self._store.ledger,
             deadline_at=deadline_at,

@@ -43,6 +43,7 @@ from runner.words import (
     status,
     still_running,
     tell_cadence,
+    tell_end,
 )
 from vramfarm.protocol import Ref
 
@@ -357,3 +358,33 @@ def test_the_status_counts_all_machines():
         told["cost"],
         *(told["spent"][k] for k in ("machines", "paid", "useful")),
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "measured", "server", "said"),
+    [
+        pytest.param(
+            {}, False, SERVER, "timed with the first; 30s is kept for them before the limit", id="at the start"
+        ),
+        pytest.param(
+            {}, True, SERVER, "takes about 2m 10s, 1.13 EUR: a save 10s, the upload of 12.4 GB 2m 00s", id="measured"
+        ),
+        pytest.param({}, True, SERVER, "4m 50s is kept for it", id="reserve"),
+        pytest.param({}, True, SERVER, "which the provider keeps", id="what does not fit"),
+        pytest.param({}, True, None, "what does not fit stays on this disk", id="a machine of one's own"),
+        pytest.param(
+            {"limits": {"on_limit": "stop_anyway"}}, True, SERVER, "what does not fit is lost", id="stop anyway"
+        ),
+        pytest.param({"offload": {}}, False, SERVER, "takes a last save, no copy", id="no store"),
+    ],
+)
+def test_what_the_end_will_take_is_said(change, measured, server, said):
+    """
+    Size, time and price of the last upload, what is kept for it, and what happens if it does not fit.
+    """
+    job = Job.model_validate(JOB.model_dump(mode="json", by_alias=True) | change)
+    seen = replace(SEEN, deadline_at=NOW + timedelta(hours=12), local=(checkpoint(),))
+    if measured:
+        seen = replace(seen, last_save_s=10.0, last_upload_s=120.0)
+
+    assert said in tell_end(job, History(opened_at=NOW), seen, server)

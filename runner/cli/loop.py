@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -103,13 +104,13 @@ def _run(
     args: argparse.Namespace, loaded: LoadedJob, env: Mapping[str, str], server: Server | None, lifeline: Lifeline
 ) -> End:
     job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
-    server = prove(server, env)
+    server, doubt = prove(server, env)
     lifeline.server(server)  # with its price
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
         _check_same_job(loaded, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
-        setting = find_out(loaded, env, server, accept_change=args.accept_change)
+        setting = replace(find_out(loaded, env, server, accept_change=args.accept_change), stop_doubt=doubt)
         lifeline.listeners(tuple(_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)

@@ -33,32 +33,35 @@ def rented(job: Job, env: Mapping[str, str]) -> Server | None:
     return found
 
 
-def prove(server: Server | None, env: Mapping[str, str]) -> Server | None:
+def prove(server: Server | None, env: Mapping[str, str]) -> tuple[Server | None, str]:
     """
     Read the server's state once: is the key good, what does an hour cost, when does the rental end?
+    Also why its stop is in doubt, if it is.
 
-    A key that does not work is said and no reason to end: the server is billed either way, and
-    may as well train.
+    That is said, and no reason to end: the server is billed either way, and may as well train.
     """
     if server is None:
-        return None
+        return None, ""
     provider, send = PROVIDERS[server.provider], make_send()
     answer = with_each(keyrings(env), lambda ring: provider.read(server, ring, send))
-    if server.status_command or server.provider != "command":
-        _say(server, answer)
-    return replace(
+    told = replace(
         server,
         price_per_hour=server.price_per_hour or answer.price_per_hour,
         rental_ends_at=server.rental_ends_at or answer.ends_at,
     )
+    return told, _doubt(server, answer)
 
 
-def _say(server: Server, answer: Answer) -> None:
+def _doubt(server: Server, answer: Answer) -> str:
+    if server.provider == "command" and not server.status_command:
+        return ""  # it cannot be known
     if answer.state in {ServerState.RUNNING, ServerState.STOPPING}:
-        line = f"{server.provider} knows this server and takes our key: {server.id} is {answer.detail}"
-    else:
-        line = (
-            f"warning: {server.provider} did not tell the state of {server.id}: {answer.detail}; "
-            "the stop may fail in the same way: mend it while the job runs, or stop the server by hand"
-        )
+        _say(f"{server.provider} knows this server and takes our key: {server.id} is {answer.detail}")
+        return ""
+    doubt = f"{server.provider} did not tell the state of {server.id}: {answer.detail}"
+    _say(f"warning: {doubt}; the stop may fail in the same way: mend it while the job runs, or stop it by hand")
+    return doubt
+
+
+def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201  # the log begins when the run folder is there

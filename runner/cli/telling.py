@@ -32,6 +32,7 @@ from runner.words import (
     progress_line,
     status,
     still_running,
+    tell_end,
 )
 from runner.world import RunFolder
 
@@ -96,6 +97,7 @@ class Teller:
         self._save_s = _remembered_save_s(folder.status)
         self._enough: bool | None = None
         self._scaling_told = 0
+        self._end_told = 0
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
@@ -115,6 +117,7 @@ class Teller:
         self._save_s = last_save_s(seen) or self._save_s
         self._saved_s = seen.last_save_s or self._saved_s
         self._tell_grace(first=False)
+        self._tell_end(seen, history)
         if action is not None and (line := describe(action)):
             self._say(line)
         if isinstance(action, Launch):
@@ -172,6 +175,13 @@ class Teller:
         if first or now.enough is not self._enough:
             self._enough = now.enough
             self._log.info(now.line)
+
+    def _tell_end(self, seen: Observed, history: History) -> None:
+        """At the start, and once more when the first upload has shown how long it takes."""
+        parts = 1 + bool(seen.last_upload_s and seen.local)
+        if history.conclusion is None and history.opened_at and self._end_told < parts:
+            self._end_told = parts
+            self._log.info(tell_end(self._job, history, seen, self._around.server))
 
     def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:
         if not acted and self._status_at and seen.now < self._status_at:

@@ -19,7 +19,7 @@ from runner.facts import Server, ServerState
 
 EARLY_ENDS: Final = frozenset({1, 2, 3, 4, 5})  # exit codes that a person wants to look at
 DEFAULT_LIMIT: Final = timedelta(hours=24)
-PAID_ANYWAY: Final = timedelta(minutes=15)
+PAID_ANYWAY: Final[Mapping[str, timedelta]] = {"vramfarm": timedelta(minutes=15)}  # others bill what was used
 MAX_DEATHS: Final = 5
 
 
@@ -133,14 +133,15 @@ def decide_wait(state: ServerState, retry_after_s: float, tries: int, waits: Wai
 def hold_until(end: End, armed: Armed, now: datetime, override: str) -> datetime:
     """
     Until when a server is held for a look: as long as is said, else, after an early end,
-    until the minutes that are paid anyway are used up. Never past the deadline.
+    until the minutes that are paid anyway are used up, where there are any. Never past the deadline.
     """
     seconds = _seconds(override)
     seconds = end.hold_s if seconds is None else seconds
     if seconds is not None:
         until = now + timedelta(seconds=min(seconds, 1e9))
     elif end.code in EARLY_ENDS:
-        until = armed.first_boot_at + PAID_ANYWAY
+        paid = PAID_ANYWAY.get(armed.rented.provider) if armed.rented else None
+        until = armed.first_boot_at + paid if paid else now
     else:
         until = now
     return min(until, armed.deadline_at)

@@ -43,6 +43,7 @@ def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator
         return
     if history.conclusion is None:
         yield from _started(job, history, seen)
+        yield from _stop_doubt(history, seen)
         yield from _failed(history, action)
         yield from _resumed(history, action)
         yield from _limit_near(history, seen)
@@ -55,6 +56,13 @@ def _started(job: Job, history: History, seen: Observed) -> Iterator[Notify]:
     until = f"; off by {seen.deadline_at:%Y-%m-%d %H:%M} UTC at the latest" if seen.deadline_at else ""
     money = f", or when {job.limits.max_cost} are spent" if job.limits.max_cost is not None else ""
     yield from _once(history, "started", f"started {history.opened_at}", f"started: {job.command}{until}{money}")
+
+
+def _stop_doubt(history: History, seen: Observed) -> Iterator[Notify]:
+    """Now somebody can still mend it; at the deadline nobody may be awake."""
+    if seen.stop_doubt:
+        text = f"the stop of this server may fail in the end, and it would be billed on: {seen.stop_doubt}"
+        yield from _once(history, "alert", f"doubt {seen.stop_doubt}", text)
 
 
 def _failed(history: History, action: Action) -> Iterator[Notify]:

@@ -129,7 +129,19 @@ def test_a_server_is_held_for_a_look(end, override, minutes):
     """
     now = NOON + timedelta(minutes=5)
 
-    assert NOON + timedelta(minutes=minutes) == hold_until(end, ARMED, now, override)
+    assert NOON + timedelta(minutes=minutes) == hold_until(end, replace(ARMED, rented=OURS), now, override)
+
+
+@pytest.mark.parametrize("rented", [Server(provider="runpod", id="pod"), BOX, None])
+def test_where_no_minutes_are_paid_anyway_nobody_is_billed_for_a_look(rented):
+    """
+    RunPod and Vast bill what was used: an early end stops at once, unless the job says how long to hold.
+    """
+    now = NOON + timedelta(minutes=5)
+    armed = replace(ARMED, rented=rented)
+
+    assert now == hold_until(End(code=3, stop=True), armed, now, "")
+    assert now + timedelta(minutes=20) == hold_until(End(code=3, stop=True, hold_s=1200), armed, now, "")
 
 
 def test_the_runners_words_are_understood():

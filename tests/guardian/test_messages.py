@@ -67,10 +67,12 @@ def test_a_listener_that_hangs_does_not_hold_up_the_stop(at_home, tmp_path):
 
 def test_a_whole_run_tells_that_it_began_and_how_it_ended(tmp_path, webhook):
     """
-    Before the server goes. The training command never sees the address.
+    Before the server goes. The training command sees neither the address nor the key.
     """
     (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "train.py").write_text("import os; open('told', 'w').write(str('WHOM' in os.environ))")
+    (tmp_path / "train.py").write_text(
+        "import os; open('told', 'w').write(str({'WHOM', 'RUNPOD_API_KEY'} & os.environ.keys()))"
+    )
     with serving(RunPod(), tmp_path) as cloud:
         done = _run(tmp_path, {**cloud.env, "WHOM": f"{webhook.url}/secret-path"})
         stopped = [request.method for request in cloud.requests if request.method != "GET"]
@@ -80,7 +82,7 @@ def test_a_whole_run_tells_that_it_began_and_how_it_ended(tmp_path, webhook):
     assert "0.69 USD/h" in webhook.requests[0].body["text"]
     assert "small: succeeded" in webhook.requests[1].body["text"]
     assert stopped
-    assert "False" == (tmp_path / "told").read_text()
+    assert "set()" == (tmp_path / "told").read_text()
     assert "secret-path" not in done.stderr + _texts(tmp_path / "work")
 
 

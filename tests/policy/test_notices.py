@@ -184,3 +184,16 @@ def test_a_message_never_keeps_the_server_on(tmp_path, trouble, hanging):
 
     assert quiet.ends == loud.ends
     assert quiet.now <= loud.now <= quiet.now + 2 * TURN
+
+
+def test_a_stop_that_may_fail_is_told_while_somebody_is_awake():
+    """
+    Once; the deadline is at night.
+    """
+    seen = replace(SEEN, stop_doubt="runpod did not tell the state: HTTP 403")
+
+    action = decide_and_tell(JOB, BEGUN, seen)
+    again = decide_and_tell(JOB, replace(BEGUN, notified={**BEGUN.notified, action.key: START}), seen)
+
+    assert ("alert", True) == (action.event, "HTTP 403" in action.text)
+    assert not isinstance(again, Notify)
