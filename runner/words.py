@@ -539,7 +539,7 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
     lines = [
         f"outcome      {outcome}: {end.reason}",
         f"steps        {_step(history, seen)}",
-        f"attempts     {_attempts(history.attempts)}",
+        f"attempts     {_attempts(history.attempts)}{_attempts_before(history.earlier)}",
         f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
         f"weights      {_weights(job, seen)}",
     ]
@@ -627,6 +627,15 @@ def _attempts(attempts: tuple[Attempt, ...]) -> str:
     endings = [a.ending for a in attempts]
     parts = [f"{endings.count(e)} {e}" for e in Ending if e in endings]
     return f"{len(attempts)}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _attempts_before(earlier: Earlier) -> str:
+    many = "s" * (earlier.num_machines != 1)
+    return (
+        f", after {earlier.last_attempt} on {earlier.num_machines} earlier machine{many}"
+        if earlier.num_machines
+        else ""
+    )
 
 
 def _weights(job: Job, seen: Observed) -> str:

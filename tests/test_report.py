@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
@@ -244,3 +245,19 @@ def test_ticks_are_few_and_inside(low, high):
 
     assert 2 <= len(found) <= 7
     assert low <= min(found) <= max(found) <= high
+
+
+def test_an_attempt_that_vanished_is_not_called_running(tmp_path):
+    """
+    Its machine never told its end; only of the last machine that may mean that it runs.
+    """
+    folder = write_run(tmp_path)
+    silent = replace(FIRST, attempts=(replace(FIRST.attempts[0], ending=None, ended_at=None, exit=None),))
+    running = replace(SECOND, attempts=(replace(SECOND.attempts[0], ending=None, ended_at=None, exit=None),))
+    (folder / "status.json").write_text(json.dumps({"machines": dump((silent, running))["machines"], "step": 84}))
+
+    told = [line for line in text(gather_folder(folder)) if line.startswith("  attempt")]
+
+    assert "  attempt 1  was lost with its machine at step 600, from step 0" == told[0].partition(":")[0]
+    assert "  attempt 3  runs at step 2000, from step 1300" == told[1].partition(":")[0]
+    assert "at step 2000" in "\n".join(text(gather_folder(folder)))

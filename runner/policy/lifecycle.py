@@ -820,8 +820,14 @@ def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
         or _verify_last(history, seen)
         or _try(TaskKind.OUTPUTS, ALL_OUTPUTS, history, seen, wanted=bool(job.outputs))
         or _tidy(job, history, seen)
+        or _wait_for_tidying(seen)
         or _publish(history, seen)
     )
+
+
+def _wait_for_tidying(seen: Observed) -> Action | None:
+    """Whoever closes the store's door ends what still goes on in it."""
+    return Wait() if isinstance(seen.tasks.get(TaskKind.TIDY), Running) else None
 
 
 def _upload_last(job: Job, history: History, seen: Observed) -> Action | None:

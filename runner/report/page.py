@@ -10,7 +10,7 @@ from typing import Final
 from runner.policy.goodput import goodput
 from runner.report.model import Report, Sample
 from runner.report.plots import COLOURS, Curve, line_plot, timeline
-from runner.report.text import clock, describe_attempt, describe_money, headline
+from runner.report.text import clock, describe_attempt, describe_money, headline, last_step
 from runner.words import describe_goodput, span
 
 _STYLE: Final = """
@@ -71,7 +71,7 @@ def _tiles(report: Report) -> Iterator[str]:
         "paid": " ".join(money.split()[:2]) if money else "",
         "attempts": str(attempts),
         "machines": str(len(report.spendings)),
-        "step": str(report.status.get("step") or 0),
+        "step": str(last_step(report)),
         "last loss": f"{loss:.4g}" if isinstance(loss, int | float) else "",
     }
     inside = "".join(f"<div class=tile><b>{escape(v)}</b><span>{k}</span></div>" for k, v in tiles.items() if v)
@@ -126,7 +126,7 @@ def _machines(report: Report) -> Iterator[str]:
         words = f"{machine.where}, {clock(machine.opened_at)}, {span(spending.total_s)}{price}"
         yield f'<h2>Machine {number}</h2><div class="dim">{escape(words)}</div>'
         rows = "".join(
-            f'<tr><td class="n">{attempt.number}</td><td>{escape(describe_attempt(attempt, share))}'
+            f'<tr><td class="n">{attempt.number}</td><td>{escape(describe_attempt(attempt, share, is_last=number == len(report.spendings)))}'
             + (f'<br><span class="dim">{escape(attempt.reason)}</span>' if attempt.reason else "")
             + "</td></tr>"
             for attempt, share in zip(machine.attempts, spending.shares, strict=True)

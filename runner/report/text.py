@@ -23,7 +23,7 @@ def text(report: Report) -> Iterator[str]:
     if money := describe_money(report):
         yield f"  {money}"
     for number, spending in enumerate(report.spendings, 1):
-        yield from _machine(number, spending)
+        yield from _machine(number, spending, is_last=number == len(report.spendings))
     yield f"checkpoints  {len(report.checkpoints)}"
     yield from (
         f"  {saved.name}  in {saved.where or 'no place'}  {saved.written_at[:19]}" for saved in report.checkpoints
@@ -37,7 +37,14 @@ def headline(report: Report) -> str:
     how = f"{outcome} (exit code {status.get('exit_code')})" if outcome else str(status.get("phase", "unknown")).lower()
     reason = f": {status['reason']}" if status.get("reason") else ""
     total = f"/{status['max_steps']}" if status.get("max_steps") else ""
-    return f"{how} at step {status.get('step') or 0}{total}{reason}"
+    return f"{how} at step {last_step(report)}{total}{reason}"
+
+
+def last_step(report: Report) -> int:
+    """The status may be older than what the last machine told the ledger, and the other way round."""
+    told = report.status.get("step")
+    attempts = [attempt for spending in report.spendings for attempt in spending.machine.attempts]
+    return max(told if isinstance(told, int) else 0, *(attempt.step for attempt in attempts[-1:]), 0)
 
 
 def describe_money(report: Report) -> str:
@@ -51,25 +58,26 @@ def describe_money(report: Report) -> str:
     return f"{paid} {currency} by the providers' prices, {useful} of it for training that was kept"
 
 
-def _machine(number: int, spending: Spending) -> Iterator[str]:
+def _machine(number: int, spending: Spending, *, is_last: bool) -> Iterator[str]:
     machine = spending.machine
     price = f" at {machine.price_per_hour} {machine.currency}/h: {spending.cost}" if machine.price_per_hour else ""
     ended = f", {machine.outcome}" if machine.outcome else ""
     yield f"machine {number}  {machine.where}  {clock(machine.opened_at)}, {span(spending.total_s)}{price}{ended}"
     for attempt, share in zip(machine.attempts, spending.shares, strict=True):
-        yield f"  attempt {attempt.number}  {describe_attempt(attempt, share)}"
+        yield f"  attempt {attempt.number}  {describe_attempt(attempt, share, is_last=is_last)}"
         if attempt.reason:
             yield f"    {attempt.reason}"
 
 
-def describe_attempt(attempt: Attempt, share: Share) -> str:
+def describe_attempt(attempt: Attempt, share: Share, *, is_last: bool) -> str:
     """`failed at step 300 (exit 1), from step 200: 12m 00s kept, 3m 10s in vain, 40s starting`."""
     begin = attempt.resume.step if attempt.resume else 0
     code = attempt.exit.code if attempt.exit else None
     how = f" (exit {code})" if code is not None else ""
     parts = ((share.useful_s, "kept"), (share.lost_s, "in vain"), (share.startup_s, "starting"))
     times = ", ".join(f"{span(seconds)} {what}" for seconds, what in parts if seconds >= 1)
-    return f"{attempt.ending or 'runs'} at step {attempt.step}{how}, from step {begin}" + (
+    unknown = "runs" if is_last else "was lost with its machine"
+    return f"{attempt.ending or unknown} at step {attempt.step}{how}, from step {begin}" + (
         f": {times}" if times else ""
     )
 
