@@ -166,6 +166,8 @@ def advise(work: Workload, cards: int, card: CardKind | None, offers: Sequence[O
         yield _strategy(work, cards, card) if cards > 1 else _on_one(work, card)
     if cards > 1 and work.strategy in SHARDED:
         yield from _over_pcie(cards, card)
+    if cards > 2 and work.strategy is not Strategy.INFERENCE:  # noqa: PLR2004  # a pair
+        yield "begin with two cards and a short run: where they are not close to twice as fast as one, look at the link between them before taking more"
 
 
 def _alone(work: Workload, offers: Sequence[Offer]) -> Offer | None:
