@@ -283,7 +283,8 @@ class CheckpointPolicy(Model):
         default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL."
     )
     staging: Literal["auto", "full", "chunked"] = Field(
-        default="auto", description="Memory for a save: a full copy or pieces."
+        default="auto",
+        description="Memory for a save: `full`, one copy of the state, that training does not wait for; `chunked`, 32 MB a rank, and training waits while it is written. `auto`: full where there is enough.",
     )
 
 

@@ -467,6 +467,7 @@ class RealWorld:
                 job=job.name,
                 checkpoint_dir=self.checkpoints.root,
                 save_interval_s=job.checkpoint.save_interval.total_seconds(),
+                staging=job.checkpoint.staging,
                 lineage=attempt.lineage,
                 num_procs=setting.num_procs,
                 batch=job.batch,

@@ -24,14 +24,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import copies, data, folder, run, state
+from vramfarm import copies, data, folder, memory, run, state
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import DamagedError, Reader
+from vramfarm.memory import WINDOW_BYTES
 from vramfarm.protocol import Ended, Env, Phase, Reason, Word
 from vramfarm.run import Choice, ResumeError, Wanted
-from vramfarm.seat import SaverProcess, Seat, log_path
+from vramfarm.seat import NO_FROZEN, Frozen, SaverProcess, Seat, log_path
 from vramfarm.state import Snapshot
 from vramfarm.still import Still
 from vramfarm.typed import StateError
@@ -48,7 +49,8 @@ class Checkpointer:
     `dir`, `save_interval`, `keep_last` and `resume` ("auto", "never" or a checkpoint's folder) are
     for runs without a supervisor; under one, its word counts. `data_parallel` is (rank, size) among
     the ranks that see different data; with tensor parallelism these are not all ranks.
-    `hide_copies=False` is for scripts that change weights by other means than optimizer.step() between two
+    `staging` is "full", memory for a copy of the state, "chunked", a little memory and a training that waits
+    while it is written, or "auto", full where there is enough. `hide_copies=False` is for scripts that change weights by other means than optimizer.step() between two
     steps: a save then costs the time of one copy from the device.
     """
 
@@ -65,6 +67,7 @@ class Checkpointer:
         seed: int = 0,
         data_parallel: tuple[int, int] | None = None,
         hide_copies: bool = True,
+        staging: str = "auto",
         **objects: Any,  # noqa: ANN401  # duck-typed: state_dict and load_state_dict
     ) -> None:
         self._model = model
@@ -78,12 +81,15 @@ class Checkpointer:
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
         self._meshes = state.compare(run.share(self._world, state.outline(self._models())), self._world.rank)
-        wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume)
+        wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume, run.parse_staging(staging))
         page, env = run.make_env(self._world, wanted)
         if page[Word.ENDED]:
             raise RuntimeError("this attempt's training has ended; under a supervisor there is one Checkpointer")
         self._supervised = run.is_supervised(env)
         self.grad_accum = run.grad_accum(env)
+        self._staging = run.parse_staging(env.get(Env.STAGING, "auto"))
+        self._available = memory.available_bytes()  # before any rank here takes of it
+        self._is_bounded = self._staging == "chunked"
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
         self._step = 0
@@ -286,14 +292,26 @@ class Checkpointer:
             taken = self._take()
             tensors = [*taken.layout.tensors(), *taken.moving.values()]
             device = next((one.device for one in tensors if one.device.type == "cuda"), None)
-            size = taken.layout.image.size_bytes + len(taken.state)
-            self._warm_up = WarmUp(self._seat, size, taken.layout.apart, device, self._rehearse)
+            size, apart = self._decide_staging(taken)
+            self._warm_up = WarmUp(self._seat, size, apart, device, self._rehearse)
         self._warm_up.turn(place)
         if self._warm_up.is_over:
             self._is_warm = True
             self._copier.idle = None
 
+    def _decide_staging(self, taken: Taken) -> tuple[int, Frozen]:
+        """Return how much memory to take, and for which frozen weights."""
+        size, apart = taken.layout.image.size_bytes + len(taken.state), taken.layout.apart
+        needed = (size + apart.size_bytes) * self._world.size
+        self._is_bounded = memory.is_bounded(self._staging, needed, self._available)
+        left = "" if self._available is None else f" of {self._available / 1e9:.3g} GB that were left"
+        how = f"chunked: {WINDOW_BYTES / 1e9:.2g} GB a rank, training waits" if self._is_bounded else "full"
+        self._say(f"staging: {how}; a copy of the state is about {needed / 1e9:.3g} GB{left}")
+        return (WINDOW_BYTES + len(taken.state), NO_FROZEN) if self._is_bounded else (size, apart)
+
     def _rehearse(self, arena: memoryview) -> None:
+        if self._is_bounded:
+            return
         assert self._layout is not None
         self._copier.rehearse(arena, self._layout)
 
@@ -313,9 +331,22 @@ class Checkpointer:
             raise
         layout = taken.layout
         self._tell_of_frozen()
+        if self._staging == "auto" and not self._is_bounded and self._seat.is_refused():
+            self._is_bounded = True
+            self._say(f"staging: chunked from now on: {self._seat.page.error()}")
+        if self._is_bounded:
+            return self._stage_by_window(step, taken)
         return self._seat.stage(
             step, layout.image.size_bytes, taken.state, partial(self._copier.fill, taken=taken), layout.apart
         )
+
+    def _stage_by_window(self, step: int, taken: Taken) -> bool:
+        layout = taken.layout
+        if self._seat.holds(layout.apart) and (problem := self._copier.changed(layout)):
+            self._seat.give_up(step, problem)
+            return False
+        put = partial(self._copier.put, taken=taken)
+        return self._seat.stage_by_window(step, layout.image.size_bytes, taken.state, put, layout.apart)
 
     def _tell_of_frozen(self) -> None:
         """Once: a folder whose checkpoints share a file surprises whoever adds their sizes up."""

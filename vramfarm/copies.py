@@ -133,6 +133,22 @@ class Copier:
         ways = [one for one in (self._copy and self._copy.wait, look) if one]
         return (lambda: next(filter(None, (way() for way in ways)), "")) if ways else None
 
+    def put(self, to: memoryview, is_frozen: bool, begin: int, *, taken: Taken) -> None:  # noqa: FBT001  # as `seat.Put` says
+        """Write a part of an image, from `begin` on; training waits."""
+        layout = taken.layout
+        if is_frozen:
+            assert layout.frozen is not None
+            layout = layout.frozen
+            if begin == 0:
+                self._planned_frozen(layout).remember()
+        with torch.no_grad():
+            _put(to, begin, layout, taken.moving)
+
+    def changed(self, layout: Layout) -> str:
+        """Say which frozen weights are not those that were staged; empty if all are."""
+        look = self._fill_frozen(memoryview(b""), 0, layout, hide=False)
+        return look() if look else ""
+
     def _fill_frozen(self, apart: memoryview, at: int, layout: Layout, *, hide: bool) -> Callable[[], str] | None:
         """Stage the frozen weights, or find out whether they are still those that were staged."""
         if layout.frozen is None:
@@ -329,9 +345,12 @@ class _FrozenPlan:
     def stage(self, arena: memoryview, *, at: int, hide: bool) -> Callable[[], set[str]]:
         """Summed now, then copied, then summed again: if it is the same, so is what was copied between."""
         arena[: len(self.layout.image.header)] = self.layout.image.header
-        self._sums = frozen.sums(self.tensors)
+        self.remember()
         copy = _Plan(arena, self.layout, at=at).start({}, hide=hide)
         return self.look(after=copy) if copy else set
+
+    def remember(self) -> None:
+        self._sums = frozen.sums(self.tensors)
 
     def look(self, after: _Copy | None = None) -> Callable[[], set[str]]:
         """Sum again, beside the training. Return what waits for that and says which of them differ."""
@@ -371,6 +390,19 @@ def _rows(placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> Iterator[l
             row = []
     if row:
         yield row
+
+
+def _put(to: memoryview, begin: int, layout: Layout, moving: Mapping[str, Tensor]) -> None:
+    """Write the bytes of an image from `begin` on, as many as there is room for."""
+    end, header, raw = begin + len(to), layout.image.header, staging.as_tensor(to)
+    if begin < len(header):
+        part = header[begin:end]
+        to[: len(part)] = part
+    for one in layout.image.placed:
+        a, b = max(one.begin, begin), min(one.end, end)
+        if a < b:
+            tensor = layout.still[one.box.key] if one.box.key in layout.still else moving[one.box.key]
+            raw[a - begin : b - begin].copy_(_flat(tensor.contiguous())[a - one.begin : b - one.begin])
 
 
 def _is_small(placed: Placed, tensor: Tensor) -> bool:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Final
 
 PIECE_BYTES: Final = 32 << 20  # what is populated, or registered with a device, at a time
+WINDOW_BYTES: Final = PIECE_BYTES  # of an image that is staged by and by
+_SHARE: Final = 0.8  # of the memory that is left, for staging
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
 _CGROUPS: Final = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "file"),
@@ -47,6 +49,13 @@ class StagingMemory:
 
     def close(self) -> None:
         os.close(self.fd)  # the mapping goes with the last view of it
+
+
+def is_bounded(wish: str, needed: int, available: int | None) -> bool:
+    """Whether to stage through a window, told from what all ranks here need together and what is left to them."""
+    if wish == "auto":
+        return available is not None and needed > _SHARE * available
+    return wish == "chunked"
 
 
 def arena_bytes(size: int) -> int:

@@ -45,6 +45,7 @@ class Env:
     GRAD_ACCUM = "VRAMFARM_GRAD_ACCUM"  # micro-batches a step; like the next two only where job.yaml has a batch
     BATCH_PER_CARD = "VRAMFARM_BATCH_PER_CARD"  # samples of a micro-batch
     GLOBAL_BATCH = "VRAMFARM_GLOBAL_BATCH"  # samples a step, all cards together
+    STAGING = "VRAMFARM_STAGING"  # "auto", "full" or "chunked": memory for a save
     KEEP_LAST = "VRAMFARM_KEEP_LAST"  # only without a supervisor: the saver itself keeps this many
 
 
@@ -304,7 +305,7 @@ class Word(IntEnum):
 
 
 class Slot(IntEnum):
-    """Index of each 64-bit word of a rank's slot. The rank writes them, but for ARENA_STATE and FROZEN_HELD."""
+    """Index of each 64-bit word of a rank's slot. The rank writes them, but for what says otherwise."""
 
     PID = 0
     STARTED = 1
@@ -319,14 +320,18 @@ class Slot(IntEnum):
     ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED, or NONE if there is no memory
     ARENA_STEP = 11  # step of the bytes in it, or on their way into it
     SAMPLES = 12  # samples consumed by all ranks together
-    IMAGE_BYTES = 13  # the arena begins with the bytes of the shard, this many
-    STATE_BYTES = 14  # and goes on with this many of JSON, the rank's part of `Manifest.state`
+    IMAGE_BYTES = 13  # size of the shard; the arena begins with its bytes
+    STATE_BYTES = 14  # size of the JSON, the rank's part of `Manifest.state`
     VOID_STEP = 15  # step of a save that this rank could not take part in
     WARMING = 16  # 1: its staging memory is being prepared; a save now would cost training time
     FROZEN = 17  # names the bytes of its frozen weights; 0: it has none
     FROZEN_BYTES = 18  # of them staged with this save; 0: the saver has them
     FROZEN_AT = 19  # where in the arena they begin, on a page
     FROZEN_HELD = 20  # saver: the FROZEN that its newest checkpoint has
+    STATE_AT = 21  # where in the arena the JSON begins
+    WINDOW_BYTES = 22  # the arena holds so much of an image at a time; 0: all of it
+    WINDOWS = 23  # windows filled in this save so far; READY from the first on
+    WINDOWS_TAKEN = 24  # saver: of them written; the rank sets it to 0 before the first
 
 
 class Decision(IntEnum):

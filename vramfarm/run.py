@@ -47,6 +47,7 @@ class Wanted:
     save_interval_s: float
     keep_last: int
     resume: str
+    staging: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ def parse_interval(value: float | str | timedelta) -> float:
     if match is None:
         raise ValueError(f"save_interval: expected something like 30m, 90s or seconds, got {value!r}")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_staging(value: str) -> str:
+    if value not in {"auto", "full", "chunked"}:
+        raise ValueError(f"staging: expected auto, full or chunked, got {value!r}")
+    return value
 
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
@@ -116,6 +123,7 @@ def make_env(world: World, wanted: Wanted, env: Mapping[str, str] = os.environ) 
             Env.CHECKPOINT_DIR: str(wanted.directory.absolute()),
             Env.SAVE_INTERVAL_S: str(wanted.save_interval_s),
             Env.KEEP_LAST: str(wanted.keep_last),
+            Env.STAGING: wanted.staging,
         }
     told = share(world, mine)[0]
     return page or ControlPage.open(told[Env.CONTROL]), dict(env) | told

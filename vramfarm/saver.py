@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -104,6 +105,7 @@ class Staged:
     frozen: int
     frozen_memory: memoryview
     frozen_bytes: int
+    window_bytes: int = 0  # not 0: `memory` holds so much at a time
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,9 @@ class Saver:
             )
             if why := folder.want_of_room(self._orders.directory, size):
                 raise SaveError(why)  # noqa: TRY301  # cleaned up below
-            self._expect_cover(staged, held)
             temporary.mkdir()
-            written = self._write_shards(temporary, staged, held)
+            written = self._write_shards(save, temporary, staged, held)
+            self._expect_cover([temporary / shard.path for shard in written])
             manifest = self._manifest(save, identity, written, staged)
             folder.commit(temporary, manifest)
         except BaseException:
@@ -348,13 +350,33 @@ class Saver:
         """Return what a rank staged."""
         size, length = self._page.get(rank, Slot.IMAGE_BYTES), self._page.get(rank, Slot.STATE_BYTES)
         arena = self._stagings[rank].memory
+        frozen, apart = self._page.get(rank, Slot.FROZEN_AT), self._page.get(rank, Slot.FROZEN_BYTES)
+        window, at = self._page.get(rank, Slot.WINDOW_BYTES), self._page.get(rank, Slot.STATE_AT)
+        if window:
+            return self._staged_by_window(rank, arena, window, at)
         if size + length > len(arena):
             raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(arena)}")
-        frozen, apart = self._page.get(rank, Slot.FROZEN_AT), self._page.get(rank, Slot.FROZEN_BYTES)
         if apart and not size + length <= frozen <= len(arena) - apart:
             raise SaveError(f"rank {rank}: staged {apart} frozen bytes at {frozen} in an arena of {len(arena)}")
         state = json.loads(bytes(arena[size : size + length]))
         return Staged(arena, size, state, self._page.get(rank, Slot.FROZEN), arena[frozen:], apart)
+
+    def _staged_by_window(self, rank: int, arena: memoryview, window: int, at: int) -> Staged:
+        get = self._page.get
+        length = get(rank, Slot.STATE_BYTES)
+        if window % protocol.CHUNK_BYTES or not window <= at <= len(arena) - length:
+            raise SaveError(f"rank {rank}: staged through {window} bytes, JSON at {at}, in an arena of {len(arena)}")
+        if (get(rank, Slot.WINDOWS), get(rank, Slot.WINDOWS_TAKEN)) != (1, 0):
+            raise SaveError("the saver was started again while the ranks staged piece by piece")
+        return Staged(
+            memory=arena,
+            image_bytes=get(rank, Slot.IMAGE_BYTES),
+            state=json.loads(bytes(arena[at : at + length])),
+            frozen=get(rank, Slot.FROZEN),
+            frozen_memory=arena[:0],
+            frozen_bytes=get(rank, Slot.FROZEN_BYTES),
+            window_bytes=window,
+        )
 
     def _held(self, rank: int, staged: Staged, world_size: int) -> Held | None:
         """
@@ -363,6 +385,8 @@ class Saver:
         None: there are none, or they are to be written.
         """
         name = protocol.frozen_name(rank, world_size)
+        if staged.window_bytes and staged.frozen_bytes:
+            return None  # not here to be compared
         for stored in folder.committed(self._orders.directory) if staged.frozen else ():
             shard = next((one for one in stored.manifest.shards if one.path == name), None)
             if shard is None:
@@ -380,17 +404,11 @@ class Saver:
             raise SaveError("no checkpoint has the frozen weights any more; the next save writes them again")
         return None
 
-    def _expect_cover(self, staged: Sequence[Staged], held: Sequence[Held | None]) -> None:
+    def _expect_cover(self, paths: Sequence[Path]) -> None:
         """What is committed can be loaded: all ranks together staged every element once. Equal headers are looked at once."""
-        headers = [_header(one.memory, one.image_bytes) for one in staged]
-        for one, there in zip(staged, held, strict=True):
-            if there is not None:
-                headers.append(_read_header(there.path))
-            elif one.frozen_bytes:
-                headers.append(_header(one.frozen_memory, one.frozen_bytes))
+        headers = [_read_header(path) for path in paths]
         if headers != self._covered:
-            shards = (image.parse_header(header, size) for header, size in headers)
-            if why := image.want_of_cover(shards):
+            if why := image.want_of_cover(image.parse_header(header, size) for header, size in headers):
                 raise SaveError(f"{why}; the ranks do not agree on who saves what")
             self._covered = headers
 
@@ -402,20 +420,46 @@ class Saver:
         return job.result()
 
     def _write_shards(
-        self, temporary: Path, staged: Sequence[Staged], held: Sequence[Held | None]
+        self, save: Save, temporary: Path, staged: Sequence[Staged], held: Sequence[Held | None]
     ) -> tuple[protocol.Shard, ...]:
-        jobs: list[Future[protocol.Shard]] = []
-        for rank, (one, there) in enumerate(zip(staged, held, strict=True)):
-            path = temporary / protocol.shard_name(rank, len(staged))
-            jobs.append(self._pool.submit(writing.write_shard, path, one.memory, one.image_bytes))
-            path = temporary / protocol.frozen_name(rank, len(staged))
-            if there is not None:
-                jobs.append(self._pool.submit(writing.link_shard, there.path, path, there.shard))
-            elif one.frozen_bytes:
-                jobs.append(self._pool.submit(writing.write_shard, path, one.frozen_memory, one.frozen_bytes))
+        jobs = [
+            self._pool.submit(self._write_rank, save, temporary, rank, staged, there) for rank, there in enumerate(held)
+        ]
         while not all(job.done() for job in jobs):
             self._pause(_BUSY_S)
-        return tuple(job.result() for job in jobs)
+        return tuple(shard for job in jobs for shard in job.result())
+
+    def _write_rank(
+        self, save: Save, temporary: Path, rank: int, staged: Sequence[Staged], held: Held | None
+    ) -> list[protocol.Shard]:
+        """On a thread. Frozen weights that are there already get a link."""
+        one = staged[rank]
+        path = temporary / protocol.shard_name(rank, len(staged))
+        apart = temporary / protocol.frozen_name(rank, len(staged))
+        if one.window_bytes:
+            windows = self._windows(save, rank, one)
+            written = [writing.write_windows(path, one.image_bytes, windows, one.window_bytes)]
+            if one.frozen_bytes:
+                written.append(writing.write_windows(apart, one.frozen_bytes, windows, one.window_bytes))
+        else:
+            written = [writing.write_shard(path, one.memory, one.image_bytes)]
+            if held is None and one.frozen_bytes:
+                written.append(writing.write_shard(apart, one.frozen_memory, one.frozen_bytes))
+        if held is not None:
+            written.append(writing.link_shard(held.path, apart, held.shard))
+        return written
+
+    def _windows(self, save: Save, rank: int, staged: Staged) -> Iterator[memoryview]:
+        """Yield the window each time that the rank has filled it, and let the rank go on when it is written."""
+        get = self._page.get
+        owner = (get(rank, Slot.PID), get(rank, Slot.STARTED))
+        for number in itertools.count():
+            while get(rank, Slot.WINDOWS) <= number:
+                if get(rank, Slot.VOID_STEP) == save.step or protocol.process_started(owner[0]) != owner[1]:
+                    raise SaveError(f"rank {rank} ended, or gave up, before its state was staged")
+                time.sleep(_BUSY_S)
+            yield staged.memory[: staged.window_bytes]
+            self._page.put(rank, Slot.WINDOWS_TAKEN, number + 1)
 
     def _manifest(
         self, save: Save, identity: str, shards: tuple[protocol.Shard, ...], staged: Sequence[Staged]
@@ -595,10 +639,6 @@ class Saver:
 
     def _beat(self) -> None:
         self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
-
-
-def _header(raw: memoryview, size: int) -> tuple[bytes, int]:
-    return bytes(raw[: image.header_bytes(bytes(raw[:8]), size)]), size
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vramfarm import memory, protocol
-from vramfarm.memory import StagingMemory
+from vramfarm.memory import WINDOW_BYTES, StagingMemory
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
@@ -40,6 +40,10 @@ class Frozen:
 
 
 NO_FROZEN: Final = Frozen()
+
+
+Put = Callable[[memoryview, bool, int], None]
+"""Fills memory with the bytes of an image, that of the frozen weights or the other, from a place on."""
 
 
 class SaverProcess:
@@ -172,6 +176,10 @@ class Seat:
         state = self._get(Slot.ARENA_STATE)
         return None if state == Arena.NONE else state != Arena.ANNOUNCED
 
+    def is_refused(self) -> bool:
+        """Whether staging memory was asked for, and is not there."""
+        return self._arena is not None and self._get(Slot.ARENA_STATE) == Arena.NONE
+
     def warm(self, *, done: bool) -> None:
         """Ask the saver not to propose a save until the staging memory is ready; it waits two minutes at most."""
         self._put(Slot.WARMING, int(not done))
@@ -195,7 +203,9 @@ class Seat:
                 rest = fill(arena[:image_bytes], apart)
                 arena[image_bytes : image_bytes + len(state)] = state
                 self._put(Slot.IMAGE_BYTES, image_bytes)
+                self._put(Slot.STATE_AT, image_bytes)
                 self._put(Slot.STATE_BYTES, len(state))
+                self._put(Slot.WINDOW_BYTES, 0)
                 started = True
         except OSError as error:
             self._complain(f"no memory to stage step {step}: {error}")
@@ -212,6 +222,60 @@ class Seat:
             except RuntimeError:  # the interpreter is on its way out
                 self._complete(step, rest)
         return started
+
+    def stage_by_window(self, step: int, image_bytes: int, state: bytes, put: Put, frozen: Frozen = NO_FROZEN) -> bool:
+        """The same through a window of bounded memory: training waits until all but the last of it is written."""
+        phase, done = Phase(self._get(Slot.PHASE)), False
+        self.enter(Phase.SAVING)
+        try:
+            more = 0 if self.holds(frozen) else frozen.size_bytes
+            arena, _ = self._memory(WINDOW_BYTES + len(state), Frozen(frozen.token, 0))
+            if arena is not None:
+                arena[WINDOW_BYTES : WINDOW_BYTES + len(state)] = state
+                told = {
+                    Slot.IMAGE_BYTES: image_bytes,
+                    Slot.STATE_AT: WINDOW_BYTES,
+                    Slot.STATE_BYTES: len(state),
+                    Slot.FROZEN_BYTES: more,
+                    Slot.WINDOW_BYTES: WINDOW_BYTES,
+                    Slot.WINDOWS: 0,
+                    Slot.WINDOWS_TAKEN: 0,
+                }
+                for slot, value in told.items():
+                    self._put(slot, value)
+                places = [
+                    (is_frozen, at, size)
+                    for is_frozen, size in ((False, image_bytes), (True, more))
+                    for at in range(0, size, WINDOW_BYTES)
+                ]
+                done = all(self._put_window(step, n, arena, put, place) for n, place in enumerate(places))
+        except OSError as error:
+            self._complain(f"no memory to stage step {step}: {error}")
+        finally:
+            if not done:
+                self._give_up(step)
+            self.enter(phase)
+        return done
+
+    def _put_window(self, step: int, number: int, arena: memoryview, put: Put, place: tuple[bool, int, int]) -> bool:
+        """Fill the window when its last bytes are written. False: the saver has given up this save, or is gone."""
+        page = self.page
+
+        def is_off() -> bool:
+            return page[Word.DECISION] != Decision.COMMITTED or page[Word.PROPOSED_STEP] != step
+
+        if not self._await(lambda: self._get(Slot.WINDOWS_TAKEN) >= number or is_off()) or is_off():
+            return False
+        is_frozen, at, size = place
+        put(arena[: min(WINDOW_BYTES, size - at)], is_frozen, at)
+        self._put(Slot.WINDOWS, number + 1)
+        if number == 0:
+            self._publish(step)
+        return True
+
+    def give_up(self, step: int, why: str) -> None:
+        self._complain(f"step {step}: {why}")
+        self.skip(step)
 
     def _complete(self, step: int, rest: Callable[[], str]) -> None:
         """On a thread: wait for copies that training did not wait for."""

@@ -34,16 +34,24 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 def write_shard(path: Path, memory: memoryview, size: int) -> Shard:
     """Write the first `size` bytes of page-aligned memory as one durable file. What lies behind them may be read."""
-    target = _Target(path, memory, size)
+    return write_windows(path, size, iter([memory]), max(size, 1))
+
+
+def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_bytes: int) -> Shard:
+    """The same of memory that holds so many bytes at a time, whole chunks; the next window is asked for when one is written."""
+    target = _Target(path, size)
+    checksums: list[int] = []
     try:
         target.reserve()
         with _threads() as pool:
-            jobs = [pool.submit(target.write, start) for start in range(0, size, protocol.CHUNK_BYTES)]
-            checksums = _results(jobs)
+            for begin in range(0, size, window_bytes):
+                memory, end = next(windows), min(begin + window_bytes, size)
+                starts = range(begin, end, protocol.CHUNK_BYTES)
+                checksums += _results([pool.submit(target.write, memory, begin, start) for start in starts])
         target.finish()
     finally:
         target.close()
-    return Shard(path.name, size, checksums)
+    return Shard(path.name, size, tuple(checksums))
 
 
 _idle: Final[list[ThreadPoolExecutor]] = []
@@ -75,15 +83,12 @@ def _results(jobs: Sequence[Future[int]]) -> tuple[int, ...]:
 
 def is_written(memory: memoryview, shard: Shard) -> bool:
     """Whether these are the bytes of a shard that was written before: all its checksums are the same."""
-    starts = range(0, len(memory), protocol.CHUNK_BYTES)
     if len(memory) != shard.size_bytes:
         return False
-    pool = ThreadPoolExecutor(IN_FLIGHT, initializer=_be_polite)
-    try:
-        found = pool.map(lambda start: zlib.crc32(memory[start : start + protocol.CHUNK_BYTES]), starts)
-        return all(a == b for a, b in zip(found, shard.checksums, strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    starts = range(0, len(memory), protocol.CHUNK_BYTES)
+    with _threads() as pool:
+        found = _results([pool.submit(zlib.crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts])
+    return found == shard.checksums
 
 
 def link_shard(source: Path, target: Path, shard: Shard) -> Shard:
@@ -118,8 +123,7 @@ def copy_shard(source: Path, target: Path, shard: Shard) -> Shard:
 class _Target:
     """One file being written, directly where the filesystem has that."""
 
-    def __init__(self, path: Path, memory: memoryview, size: int) -> None:
-        self._memory = memory
+    def __init__(self, path: Path, size: int) -> None:
         self._size = size
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -139,24 +143,24 @@ class _Target:
             if code not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
                 raise OSError(code, os.strerror(code))
 
-    def write(self, start: int) -> int:
-        """Write one chunk and return its checksum."""
+    def write(self, memory: memoryview, begin: int, start: int) -> int:
+        """Write the chunk from `start` on and return its checksum; the memory holds the bytes from `begin` on."""
         end = min(start + protocol.CHUNK_BYTES, self._size)
-        checksum = zlib.crc32(self._memory[start:end])
+        checksum = zlib.crc32(memory[start - begin : end - begin])
         if self._is_direct:
-            self._put(start, min(-(-end // _BLOCK) * _BLOCK, len(self._memory)))
+            self._put(memory, begin, start, min(-(-end // _BLOCK) * _BLOCK, begin + len(memory)))
         else:
-            self._put(start, end)
+            self._put(memory, begin, start, end)
             _libc.sync_file_range(
                 self._fd, ctypes.c_longlong(start), ctypes.c_longlong(end - start), _SYNC_FILE_RANGE_WRITE
             )
         return checksum
 
-    def _put(self, at: int, end: int) -> None:
+    def _put(self, memory: memoryview, begin: int, at: int, end: int) -> None:
         while at < end:
             was_direct = self._is_direct
             try:
-                at += os.pwrite(self._fd, self._memory[at:end], at)
+                at += os.pwrite(self._fd, memory[at - begin : end - begin], at)
             except OSError as error:  # once a file
                 if error.errno != errno.EINVAL or not was_direct:
                     raise

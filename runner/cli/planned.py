@@ -19,7 +19,6 @@ from runner.job import FrameworkName, Job
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
     ("checkpoint.resume", lambda job: job.checkpoint.resume not in {"auto", "never"}, "only auto and never"),
-    ("checkpoint.staging", lambda job: job.checkpoint.staging == "chunked", "a save is staged whole"),
 )
 
 

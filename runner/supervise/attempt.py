@@ -62,6 +62,7 @@ class LaunchSpec:
     save_interval_s: float
     lineage: int
     num_procs: int = 1
+    staging: str = "auto"  # memory for a save
     batch: Batch | None = None
     grad_accum: int = 1  # micro-batches a step: with these cards they make the global batch
     resume: Path | None = None
@@ -259,6 +260,7 @@ def _protocol(spec: LaunchSpec) -> dict[str, str]:
         Env.JOB: spec.job,
         Env.CHECKPOINT_DIR: str(spec.checkpoint_dir),
         Env.SAVE_INTERVAL_S: str(spec.save_interval_s),
+        Env.STAGING: spec.staging,
         Env.LINEAGE: str(spec.lineage),
         Env.RESUME: "none" if spec.resume is None else str(spec.resume),
         Env.END_FILE: str(spec.folder.resolve() / "end.json"),

@@ -1,12 +1,15 @@
 """What a save holds is the state at its step, whatever training does next; and how staging gets ready beside it."""
 
+import os
+import signal
+import threading
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from vramfarm import Checkpointer, folder, staging
+from vramfarm import Checkpointer, folder, memory, staging
 from vramfarm.loading import Reader
 from vramfarm.protocol import Slot, Word
 from vramfarm.still import Still
@@ -140,3 +143,74 @@ def test_staging_memory_is_ready_before_it_is_needed(tmp_path):
         time.sleep(0.01)
     assert before == page.get(rank, Slot.ARENA_FD)
     ckpt.finish()
+
+
+class Large(nn.Module):
+    """With its optimizer's state 110 MB, in tensors that end anywhere, one of them with holes in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(2999, 3001)
+        self.turned = nn.Parameter(torch.randn(77, 33).t())
+
+    def forward(self, x):
+        return self.wide(x).sum() + self.turned.sum()
+
+
+def test_a_state_larger_than_the_memory_for_it(tmp_path):
+    """
+    `chunked`: through a window of 32 MB, and each checkpoint is the state of its step, also where the saver is killed
+    in the middle of a save.
+    """
+    torch.manual_seed(0)
+    model = Large()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path, save_interval="1h", keep_last=9, staging="chunked")
+    page, history, killed = ckpt._seat.page, {}, threading.Event()
+
+    def kill_in_a_save():
+        while page[Word.NUM_COMMITTED] == 0 or page.get(0, Slot.WINDOWS_TAKEN) != 1 or not page[Word.SAVING_STEP]:
+            time.sleep(0.0005)
+        os.kill(page[Word.SAVER_PID], signal.SIGKILL)
+        killed.set()
+
+    killer = threading.Thread(target=kill_in_a_save, daemon=True)
+    killer.start()
+    deadline = time.monotonic() + 120
+    while not (killed.is_set() and len(history) > 3 and page[Word.NUM_COMMITTED] > 2):
+        assert time.monotonic() < deadline, page.error()
+        model(torch.randn(1, 2999)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history = {k: v for k, v in history.items() if k > ckpt.start_step - 3 or k in steps_in(tmp_path)}
+        history[ckpt.start_step + 1] = state_of(model, optimizer)
+        ckpt.save()
+        ckpt.step()
+    ckpt.finish()
+
+    assert 32 << 20 < page.get(0, Slot.ARENA_BYTES) < 34 << 20
+    for stored in folder.committed(tmp_path):
+        reader, then = Reader(stored), history[stored.manifest.step]
+        assert [] == [k for k, tensor in then.items() if not torch.equal(tensor, reader.read(k))]
+        folder.remove(stored.path)
+
+
+def steps_in(directory):
+    return {stored.manifest.step for stored in folder.committed(directory)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "needed", "available", "bounded"),
+    [
+        ("auto", 8, 10, False),
+        ("auto", 9, 10, True),
+        ("auto", 9, None, False),
+        ("full", 99, 10, False),
+        ("chunked", 1, 10, True),
+    ],
+)
+def test_memory_for_a_save(wish, needed, available, bounded):
+    """
+    Without a wish a copy of all may take four fifths of what is left, on this machine or in this container.
+    """
+    assert bounded == memory.is_bounded(wish, needed, available)

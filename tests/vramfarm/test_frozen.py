@@ -189,6 +189,20 @@ def test_frozen_weights_that_somebody_removed_are_written_again(tmp_path):
     assert (1, 1) == (failed, len({inode(stored), inode(folder.committed(tmp_path)[0])}))
 
 
+def test_frozen_weights_through_a_window(tmp_path):
+    """
+    Staged in pieces they are written once all the same, and looked at in each save.
+    """
+    run = Run(tmp_path, staging="chunked")
+    first, second = run.save(), run.save()
+    change_unseen(run.model)
+    third = run.save()
+    run.ckpt.finish()
+
+    assert inode(first) == inode(second)
+    assert FROZEN not in shards(third)
+
+
 def test_little_is_not_worth_a_file(tmp_path):
     """
     A frozen bias goes where the rest goes.
