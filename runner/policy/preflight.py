@@ -99,7 +99,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     ),
     "memory": Check(
         "System memory, or the container's limit, against the cards' memory and the staging of a checkpoint.",
-        "A larger machine, or a higher --memory: a save stages one copy of the state in it.",
+        "A larger machine, or a higher --memory: a save stages one copy of the state in it; where that is too much, `checkpoint.staging: chunked` needs 32 MB a card.",
     ),
     "limits": Check(
         "Open files and locked memory that a process may have.",
