@@ -61,8 +61,9 @@ from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, wa
 from runner.policy.lease import Pace, may_write
 from runner.policy.lifecycle import ALL_OUTPUTS, WRITERS, Wait
 from runner.policy.limits import ends
-from runner.policy.preflight import decide_verdict
+from runner.policy.preflight import decide_verdict, share_cores
 from runner.policy.straggler import Lags, straggler, watch_lags
+from runner.probes.host import count_cores
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
@@ -470,6 +471,7 @@ class RealWorld:
                 staging=job.checkpoint.staging,
                 lineage=attempt.lineage,
                 num_procs=setting.num_procs,
+                num_threads=share_cores(count_cores(), setting.num_procs),
                 batch=job.batch,
                 grad_accum=accumulation(job, setting.num_procs),
                 resume=resume,

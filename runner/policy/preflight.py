@@ -317,9 +317,15 @@ def _limits(host: Host, card_bytes: int) -> Iterable[Finding]:
         yield _ok("limits", f"locked memory is limited to {host.memlock_bytes // 1024} KiB; InfiniBand would need more")
 
 
+def share_cores(cores: int, num_procs: int) -> int:
+    """Threads of arithmetic for each of the processes; more than 16 help nobody."""
+    return min(max(cores // max(num_procs, 1), 1), 16)
+
+
 def _cores(host: Host, num_procs: int, card_bytes: int) -> Finding:
     nodes = f", {host.num_nodes} NUMA nodes" if host.num_nodes > 1 else ""
-    told = f"{host.cores} cores for {num_procs} processes{nodes}"
+    threads = share_cores(host.cores, num_procs)
+    told = f"{host.cores} cores for {num_procs} processes{nodes}, OMP_NUM_THREADS={threads} where it is not set"
     if card_bytes and host.cores < _CORES_A_CARD * num_procs:
         return _warn(
             "cores",

@@ -26,7 +26,7 @@ _LAYERS: Final = frozenset({"overlay", "aufs", "tmpfs"})
 def read_host(shared_memory: Path = Path("/dev/shm"), group: Path = _GROUP) -> Host:  # noqa: S108  # it is what we look at
     """What this machine, or container, may use."""
     return Host(
-        cores=_cores(group),
+        cores=count_cores(group),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         memory_limit_bytes=_memory_limit(group),
         shared_memory=_shared_memory(shared_memory),
@@ -36,7 +36,7 @@ def read_host(shared_memory: Path = Path("/dev/shm"), group: Path = _GROUP) -> H
     )
 
 
-def _cores(group: Path) -> int:
+def count_cores(group: Path = _GROUP) -> int:
     """As many as we may run on, and no more than the container's share of time."""
     allowed = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):

@@ -45,6 +45,9 @@ PREVENTION: Final[Mapping[str, str]] = {
 }
 """Set in every attempt unless the user, or the image, sets them."""
 
+THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Set likewise, to the rank's share of the cores: a rank that takes them all starves the others, and their workers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
@@ -66,6 +69,7 @@ class LaunchSpec:
     batch: Batch | None = None
     grad_accum: int = 1  # micro-batches a step: with these cards they make the global batch
     resume: Path | None = None
+    num_threads: int = 1  # of arithmetic, in each rank
     python: str = ""  # the training interpreter: its environment is activated
     saver_python: str = sys.executable
     changes: Mapping[str, str] = field(default_factory=dict)  # that earlier failures asked for
@@ -96,6 +100,7 @@ def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
         evidence["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipes  # who writes into it gets a dump, time-out or not
     env = {
         **PREVENTION,
+        **dict.fromkeys(THREADS, str(spec.num_threads)),
         **evidence,
         **_offline_wandb({**kept, **spec.env, **spec.secrets}),
         **kept,

@@ -353,3 +353,11 @@ def test_every_finding_is_explained_in_the_table():
 
     assert names <= preflight.CHECKS.keys()
     assert len(names) > 10
+
+
+@pytest.mark.parametrize(("cores", "num_procs", "threads"), [(32, 4, 8), (4, 8, 1), (256, 2, 16), (8, 0, 8)])
+def test_cores_are_shared_out(cores, num_procs, threads):
+    """
+    At least one thread each, and no more than help.
+    """
+    assert threads == preflight.share_cores(cores, num_procs)

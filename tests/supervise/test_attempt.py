@@ -53,6 +53,17 @@ def launcher_log(spec):
     return (spec.folder / "launcher.log").read_text()
 
 
+def test_each_rank_gets_its_share_of_the_threads(spec):
+    """
+    Unless the user, or the image, says another number.
+    """
+    shared = replace(spec, num_threads=8)
+
+    assert ["8", "8"] == [attempt.environment(shared, {})[name] for name in attempt.THREADS]
+    assert "2" == attempt.environment(shared, {"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"]
+    assert "3" == attempt.environment(replace(shared, env={"OMP_NUM_THREADS": "3"}), {})["OMP_NUM_THREADS"]
+
+
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
