@@ -44,6 +44,10 @@ ROUNDS ?= 100
 correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
 
+# Uploads and downloads beside other clients, to an S3 server on this machine.
+bench-transfer: install
+	PYTHONPATH=. $(BIN)/python benchmarks/transfer.py
+
 docs: install
 	$(BIN)/python -m runner.docs
 

@@ -439,19 +439,21 @@ def _software(mission: Mission) -> Iterable[Finding]:
         hidden=found.hidden,
         imports=found.imports,
         problem=found.problem,
-        absent=_absent(words, target, mission.workdir),
+        absent=_absent(words, target, mission),
         taken=_taken(job, {**mission.env, **job.env}),
         keys=_keys(mission.env),
     )
 
 
-def _absent(words: Sequence[str], target: str | None, workdir: Path) -> list[str]:
-    """The script, and absolute paths that options for data name; others may be made by the run."""
+def _absent(words: Sequence[str], target: str | None, mission: Mission) -> list[str]:
+    """The script, and absolute paths that options for data name; others may be made by the run, or are on their way."""
     pairs = [(one, other) for one, other in itertools.pairwise(words) if "=" not in one]
     pairs += [(name, value) for name, _, value in (word.partition("=") for word in words) if value]
     data = [value for name, value in pairs if _DATA.fullmatch(name) and value.startswith("/")]
     script = [target] if target and (target.endswith(".py") or "/" in target) else []
-    return [path for path in (*script, *data) if not (workdir / path).exists()]
+    coming = [Path(item.to) for item in mission.job.data]
+    data = [path for path in data if not any(Path(path).is_relative_to(to) for to in coming)]
+    return [path for path in (*script, *data) if not (mission.workdir / path).exists()]
 
 
 def _python_path(mission: Mission) -> str:

@@ -225,6 +225,21 @@ def test_a_script_and_data_that_are_not_there_are_named(tmp_path):
     assert [f"{path} is named in the command, and is not there" for path in ("train.py", "/none/a", "/none/b")] == odd
 
 
+def test_data_that_is_on_its_way_is_not_missed(tmp_path):
+    """
+    Imports are looked for while `data` is still coming in.
+    """
+    asked = mission(
+        tmp_path,
+        command="train.py --train-data /none/corpus/train --eval-data /none/corpus2",
+        data=[{"from": "s3://bucket/corpus", "to": "/none/corpus"}],
+    )
+
+    odd = [one.message for one in look_at_code(asked) if one.severity is Severity.WARN]
+
+    assert ["/none/corpus2 is named in the command, and is not there"] == odd
+
+
 def test_a_fabric_that_is_being_joined_is_asked_again(tmp_path, driver):
     """
     A machine that has only just started is not thrown away.

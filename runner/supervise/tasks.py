@@ -25,7 +25,7 @@ from runner.supervise import process
 from vramfarm.protocol import Env
 
 _ROLE: Final = "task"
-_NICENESS: Final = 10  # training goes first
+_NICENESS: Final = 10  # training goes first; the kernel derives the priority on the disk from it, too: 6 of 0 to 7
 _LOG_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 4096
 FINISH: Final = signal.SIGUSR1  # a task that listens to it ends by itself

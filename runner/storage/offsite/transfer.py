@@ -365,11 +365,18 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         folder = directory.begin_restore(ref)
+        begun = frozenset(shard.path for shard in manifest.shards if _has_bytes(folder / shard.path))
         _make_room(directory.disk, folder, manifest)
-        _fetch_all(store, job, manifest, _Target(directory.disk, folder), progress)
+        _fetch_all(store, job, manifest, _Target(directory.disk, folder, begun), progress)
         return directory.adopt(folder, manifest)
     except OSError as error:
         raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
+
+
+def _has_bytes(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size > 0
+    return False
 
 
 def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
@@ -395,6 +402,7 @@ def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
 class _Target:
     disk: Disk
     folder: Path
+    begun: frozenset[str]  # shards that an earlier call left some chunks of
 
 
 def _fetch_all(store: Store, job: str, manifest: Manifest, target: _Target, progress: Progress) -> None:
@@ -402,7 +410,7 @@ def _fetch_all(store: Store, job: str, manifest: Manifest, target: _Target, prog
 
     def fetch(chunk: tuple[Shard, int]) -> None:
         shard, index = chunk
-        if not _is_here(target.folder / shard.path, shard, index):
+        if shard.path not in target.begun or not _is_here(target.folder / shard.path, shard, index):
             content = _fetch_chunk(store, _key(job, manifest.ref, shard), shard, index)
             target.disk.write_at(target.folder / shard.path, index * CHUNK_BYTES, content)
         meter.add(shard.path, _chunk_size(shard, index))
