@@ -56,6 +56,7 @@ _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOG_SOON_BYTES: Final = 4 << 20  # while the attempt runs: the whole comes when it is over
 _MAX_LEFT: Final = 20
 _SAY_EVERY_S: Final = 0.5
+_LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
 
 
 def main() -> int:
@@ -287,7 +288,7 @@ def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     del progress
     return {
         "told": keep_lease(
-            _store(arguments),
+            _store(arguments, _LEASE_TIMEOUTS_S),
             arguments["job"],
             runner=arguments["runner"],
             holder=arguments["holder"],
@@ -398,10 +399,10 @@ def _read_json(store: Store, key: str) -> dict[str, Any]:
     return {}
 
 
-def _store(arguments: Arguments) -> Store:
+def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
     known = arguments.get("abilities")
     abilities = Abilities(checksums=Checksums(known["checksums"]), conditional=known["conditional"]) if known else None
-    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ, abilities)
+    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ, abilities, timeouts_s=timeouts_s)
 
 
 def _directory(arguments: Arguments) -> CheckpointDir:

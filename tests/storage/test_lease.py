@@ -32,10 +32,10 @@ say({"result": keep_lease(store, "job", runner=os.getppid(), holder=name, who=na
 
 
 class Keeper:
-    def __init__(self, where, tmp_path, name, status="none"):
+    def __init__(self, where, tmp_path, name, status="none", code=KEEPER):
         to, endpoint, env = where
         self.out = tmp_path / f"{name}.jsonl"
-        argv = [sys.executable, "-c", KEEPER, to, endpoint, name, str(tmp_path / status)]
+        argv = [sys.executable, "-c", code, to, endpoint, name, str(tmp_path / status)]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(argv, stdout=out, env={**os.environ, **env}, cwd=Path(__file__).parents[2])
 
@@ -141,6 +141,30 @@ def test_the_status_of_the_run_goes_along(keeper, where, tmp_path):
 
     assert {"phase": "RUNNING", "attempt": 1} == json.loads(found)
     assert "first" == parse_claim(open_at(where).get(f"job/{LEASE}")).who
+
+
+def test_a_store_that_hangs_for_a_while_costs_nobody_the_run(s3server, tmp_path):
+    """
+    Writes that arrived and were answered to nobody are found to be our own, and the lease is renewed again.
+    """
+    to = f"s3://{BUCKET}/{os.urandom(8).hex()}"
+    code = KEEPER.replace("os.environ)", "os.environ, timeouts_s=(0.5, 0.5))").replace("valid_s=4.0", "valid_s=40.0")
+    one = Keeper((to, s3server.endpoint, s3server.env), tmp_path, "one", code=code).until("held")
+    try:
+        os.kill(s3server._process.pid, signal.SIGSTOP)
+        time.sleep(2.5)  # less than the lease is valid, more than an answer may take
+    finally:
+        os.kill(s3server._process.pid, signal.SIGCONT)
+    before = len(one.lines())
+
+    deadline = time.monotonic() + 40
+    while not any("told" in line for line in one.lines()[before:]):
+        assert one.process.poll() is None, one.lines()
+        assert time.monotonic() < deadline, one.lines()
+        time.sleep(0.1)
+
+    one.process.send_signal(signal.SIGUSR1)
+    assert ("unknown", "held", 1) == (one.result()["state"], one.told()["state"], one.told()["fence"])
 
 
 class Careless:

@@ -16,27 +16,43 @@ from runner.storage.offsite.file import FileStore
 __all__ = ["STORES", "Abilities", "Checksums", "OffsiteError", "Store", "open_store"]
 
 
-def _open_file(offload: OffloadPolicy, _env: Mapping[str, str], _abilities: Abilities | None) -> Store:
+Timeouts = tuple[float, float]  # seconds: to connect, and for an answer
+_Open = Callable[[OffloadPolicy, Mapping[str, str], Abilities | None, Timeouts | None], Store]
+
+
+def _open_file(
+    offload: OffloadPolicy, _env: Mapping[str, str], _abilities: Abilities | None, _: Timeouts | None
+) -> Store:
     return FileStore(Path(unquote(urlsplit(offload.to or "").path)), Disk())
 
 
-def _open_s3(offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None) -> Store:
+def _open_s3(
+    offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None
+) -> Store:
     from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # boto3 costs half a second and 60 MB
+    from runner.storage.offsite.wire import TIMEOUTS_S  # noqa: PLC0415  # the same
 
-    return S3Store(offload, env, abilities)
+    return S3Store(offload, env, abilities, timeouts_s=timeouts_s or TIMEOUTS_S)
 
 
-STORES: Final[Mapping[str, Callable[[OffloadPolicy, Mapping[str, str], Abilities | None], Store]]] = {
+STORES: Final[Mapping[str, _Open]] = {
     "file": _open_file,
     "s3": _open_s3,
 }
 
 
-def open_store(offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None = None) -> Store:
+def open_store(
+    offload: OffloadPolicy,
+    env: Mapping[str, str],
+    abilities: Abilities | None = None,
+    *,
+    timeouts_s: Timeouts | None = None,
+) -> Store:
     """
     The store of `offload.to`; nothing is asked of it yet. Credentials come from `env`.
 
-    `abilities`: what `probe` found out earlier, so that it is not tried again.
+    `abilities`: what `probe` found out earlier, so that it is not tried again. `timeouts_s`: shorter
+    ones than large objects need.
     """
     assert offload.to, "a job without offload.to has no store"
-    return STORES[urlsplit(offload.to).scheme](offload, env, abilities)
+    return STORES[urlsplit(offload.to).scheme](offload, env, abilities, timeouts_s)
