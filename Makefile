@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test test-failed check bench correctness install clean docs
+.PHONY: run test test-failed check bench bench-transfer correctness test-old-torch install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -47,6 +47,17 @@ correctness: install
 # Uploads and downloads beside other clients, to an S3 server on this machine.
 bench-transfer: install
 	PYTHONPATH=. $(BIN)/python benchmarks/transfer.py
+
+# The oldest torch that we support, and the oldest whose own reader reads our shards. Several GB, but for
+#   make test-old-torch TORCH_INDEX=https://download.pytorch.org/whl/cpu
+OLD_TORCH := 2.6.0 2.8.0
+test-old-torch: install $(OLD_TORCH:%=build/torch-%/.installed)
+	VRAMFARM_OLD_TORCH=$(subst $(eval) ,:,$(OLD_TORCH:%=$(CURDIR)/build/torch-%/bin/python)) $(BIN)/python -m pytest -n 0 -rP tests/vramfarm/test_old_torch.py
+
+build/torch-%/.installed:
+	$(PYTHON) -m venv build/torch-$*
+	build/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$* numpy
+	@touch $@
 
 docs: install
 	$(BIN)/python -m runner.docs

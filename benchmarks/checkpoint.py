@@ -319,7 +319,7 @@ def table(about, results):
         memory = f"{results['memory'].get(name, 0) / total:.2f}" if torch.cuda.is_available() else ""
         lines.append(
             f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
-            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' else 'no'} | {memory} |"
+            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' or name.endswith('fsync') else 'no'} | {memory} |"
         )
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, times in results["restart"].items():

@@ -1,10 +1,12 @@
 """
 Ours and what others have, behind one face: `step` after each optimizer step, `begin` a save, `is_done`, `load`.
 
-`is_durable` says whether the bytes are on the disk when an engine says that it is done. `begin` returns when
-training may go on; what it took is part of the step.
+`is_durable` says whether the bytes are on the disk when an engine says that it is done. Those of whom it is not true
+are measured once more as `… + fsync`: each rank then syncs its part of the files. `begin` returns when training may
+go on; what it took is part of the step.
 """
 
+import os
 import shutil
 import threading
 import time
@@ -24,6 +26,7 @@ KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
 class Engine:
     name = ""
     is_durable = False
+    fsync = False
     rounds = 99
 
     def __init__(self, model, optimizer, folder):
@@ -67,11 +70,28 @@ class Engine:
             try:
                 for future in futures:
                     future.result()
+                self.sync()
             except Exception as error:  # noqa: BLE001  # a peer that fails is a result
                 self.error = error
             self.done_at = time.perf_counter()
 
         threading.Thread(target=wait, daemon=True).start()
+
+    def settle(self):
+        """The end of a save in the foreground."""
+        self.sync()
+        self.done_at = time.perf_counter()
+
+    def sync(self):
+        """This rank's share of the files onto the disk."""
+        if not self.fsync:
+            return
+        files = sorted(path for path in self.last.rglob("*") if path.is_file())
+        folders = [self.last, *sorted(path for path in self.last.rglob("*") if path.is_dir())]
+        for path in files[dist.get_rank() :: dist.get_world_size()] + folders:
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
 
     def close(self):
         pass
@@ -120,7 +140,7 @@ class DcpSave(Engine):
 
     def begin(self, number):
         dcp.save(self.state(), checkpoint_id=self.path(number))
-        self.done_at = time.perf_counter()
+        self.settle()
 
     def load(self, model, optimizer):
         state = {"model": None, "optimizer": None}
@@ -186,7 +206,49 @@ class TorchSave(Engine):
         if dist.get_rank() == 0:
             torch.save({"model": model, "optimizer": optimizer}, f"{path}/state.pt")
         dist.barrier()
-        self.done_at = time.perf_counter()
+        self.settle()
+
+
+class Accelerate(Engine):
+    """What `accelerator.save_state` calls for a model under FSDP with SHARDED_STATE_DICT."""
+
+    name = "accelerate.save_state"
+    rounds = 2
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        self.plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+
+    def begin(self, number):
+        from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
+        path = self.path(number)
+        save_fsdp_model(self.plugin, self.accelerator, self.model, path)
+        save_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, path)
+        self.settle()
+
+
+class Lightning(Engine):
+    """What Lightning's ModelParallelStrategy calls for a sharded checkpoint."""
+
+    name = "Lightning sharded"
+    rounds = 2
+
+    def __init__(self, model, optimizer, folder):
+        super().__init__(model, optimizer, folder)
+        from lightning.fabric.strategies import model_parallel
+
+        self.strategy = model_parallel
+
+    def begin(self, number):
+        state = {"model": self.model, "optimizer": self.optimizer, "step": number}
+        path = Path(self.path(number))
+        self.strategy._save_checkpoint(path=path, state=state, full_state_dict=False, rank=dist.get_rank())
+        dist.barrier()
+        self.settle()
 
 
 class TorchCheckpointing(Engine):
@@ -274,7 +336,24 @@ class _Waiting:
         self.pending.wait()
 
 
-ALL = [Ours, TorchCheckpointing, Nvrx, DcpAsync, DcpProcess, DcpProcessStager, DcpSave, TorchSnapshot, TorchSave]
+def _synced(kind):
+    """The same with its files synced before it counts as done."""
+    return type(f"{kind.__name__}Synced", (kind,), {"name": f"{kind.name} + fsync", "fsync": True, "is_durable": True})
+
+
+PEERS = [
+    TorchCheckpointing,
+    Nvrx,
+    DcpAsync,
+    DcpProcess,
+    DcpProcessStager,
+    DcpSave,
+    Accelerate,
+    Lightning,
+    TorchSnapshot,
+    TorchSave,
+]
+ALL = [Ours, *(one for kind in PEERS for one in ((kind,) if kind is Nvrx else (kind, _synced(kind))))]
 
 
 def build(names, model, optimizer, folder, say):
