@@ -21,6 +21,7 @@ _OURS: Final = frozenset(
         ".vramfarm",
         "checkpoints",
         "logs",
+        "evidence",
         "lib",
         "job.json",
         "journal.jsonl",

@@ -35,7 +35,7 @@ cpu_processes: 2
 python: {python}
 env: {{OMP_NUM_THREADS: "1"}}
 restart: {{initial_delay: 100ms, grace_period: 10s}}
-hang: {{startup_timeout: 60s, step_timeout: 4s}}
+hang: {{startup_timeout: 60s, step_timeout: 5s}}
 provider: {{kind: none}}
 limits: {{max_duration: 5m}}
 """
@@ -116,7 +116,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
         "save_interval: 1s", "save_interval: 500ms"
     )
 
-    code, said = run(tmp_path, "--nan-at 40", job)
+    code, said = run(tmp_path, "--nan-at 40 --steps 2000", job)
 
     kept = sorted(path.name for path in (tmp_path / "job" / "checkpoints").glob("step-*"))
     assert 6 == code, said

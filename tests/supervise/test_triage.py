@@ -56,7 +56,7 @@ def ranks(tmp_path):
             logs.mkdir(parents=True)
             argv = [sys.executable, "-I", *(["-c", code] if isinstance(code, str) else code)]
             with (logs / "stdout.log").open("wb") as out, (logs / "stderr.log").open("wb") as err:
-                subprocess.run(argv, stdout=out, stderr=err, check=False, timeout=20)
+                subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, check=False, timeout=20)
         (tmp_path / "launcher.log").write_text(launcher_log)
         return tmp_path
 
@@ -142,6 +142,15 @@ def test_a_silent_exit_is_named_with_its_code(torchrun):
     folder, ended = torchrun("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(60)")
 
     assert first_error(folder, ended).summary.startswith("rank 0 exited with code 3 and no error message; see ")
+
+
+def test_a_job_that_asks_for_input_is_told_so(ranks):
+    """
+    Standard input is empty, so `input()` fails at once, with an error that says nothing of a question.
+    """
+    folder, ended = ranks("input('Continue? [y/N] ')"), Exit(code=1)
+
+    assert "(it asked for input, and nobody answers" in first_error(folder, ended).summary
 
 
 def test_the_same_error_everywhere_is_told_once(ranks):

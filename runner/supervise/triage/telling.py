@@ -14,6 +14,7 @@ from runner.supervise.triage.evidence import Evidence, Kills
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
 
+_NO_INPUT: Final = re.compile(r"EOFError: EOF when reading a line")
 _MAX_MESSAGE: Final = 300
 _LINK: Final = re.compile(r"\bhttps?://\S+")  # nobody is sent to an address that a log names
 
@@ -27,8 +28,17 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
     if line is None:
         return f"{_only_code(ended)}; see {log}"
     code = next((code for rank, code in seen.exits.items() if seen.exit_lines[rank].place == line.place), None)
-    what = f"{_who(line, chosen.rank, log)}{_cut(line.text.strip())}" if code is None else _silent(line, code, chosen)
+    what = (
+        f"{_who(line, chosen.rank, log)}{_cut(line.text.strip())}{_asked(line.text)}"
+        if code is None
+        else _silent(line, code, chosen)
+    )
     return f"{what}; see {log}"
+
+
+def _asked(text: str) -> str:
+    """Python's error for an answer that never comes says nothing of a question."""
+    return " (it asked for input, and nobody answers: use an option or a variable)" if _NO_INPUT.search(text) else ""
 
 
 def _out_of_memory(chosen: Chosen, kills: Kills) -> str:
