@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.storage import journal
+from runner.supervise import process
+from vramfarm.protocol import Env
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "tests" / "fake_trainer.py"
@@ -46,16 +48,19 @@ def run(folder: Path, more: str, job: str = JOB) -> tuple[int, str]:
     (folder / "job.yaml").write_text(
         job.format(python=sys.executable, ranks=TORCH if job is TORCH_JOB else RANKS, trainer=TRAINER, more=more)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "run", "--config", "job.yaml"],
-        cwd=folder,
-        env={**os.environ, "VRAMFARM_WORKSPACE": str(folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", "run", "--config", "job.yaml"],
+            cwd=folder,
+            env={**os.environ, "VRAMFARM_WORKSPACE": str(folder)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    finally:
+        assert () == process.end_all(lambda: process.find(Env.RUN, str(folder / "job")), timeout_s=20)
     return done.returncode, done.stderr
 
 
