@@ -392,7 +392,7 @@ def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _read_json(store: Store, key: str) -> dict[str, Any]:
-    raw = store.get(key, limit_bytes=1 << 20)
+    raw = store.get(key, limit_bytes=16 << 20)
     with suppress(ValueError, RecursionError):
         fields = json.loads(raw or b"{}")
         return fields if isinstance(fields, dict) else {}

@@ -14,7 +14,7 @@ from runner.cli.output import out, out_json
 from runner.cli.runs import STATUS, find_run, is_alive
 from runner.cli.stores import is_address, read_small
 from runner.errors import JobError
-from runner.facts import Verdict
+from runner.facts import LeaseState, Verdict
 from runner.words import span
 
 Status = Mapping[str, Any]
@@ -71,6 +71,7 @@ def describe(status: Status, *, alive: bool | None, now: datetime) -> Iterator[s
     if message := status.get("message"):
         yield f"  {message}"
     yield from _verdict(status.get("verdict"))
+    yield from _lease(status.get("lease"))
     yield from _trouble(status)
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
     if money := _time_and_money(status, now):
@@ -83,6 +84,19 @@ def _verdict(verdict: object) -> Iterator[str]:
     if isinstance(verdict, dict) and verdict.get("verdict") in {Verdict.CHANGES, Verdict.SWAP}:
         word = "machine refused" if verdict["verdict"] == Verdict.SWAP else "preflight"
         yield from (f"  {word}: {reason}" for reason in verdict.get("reasons", ()))
+
+
+def _lease(lease: object) -> Iterator[str]:
+    """Only where it is in the way of copies."""
+    if not isinstance(lease, dict):
+        return
+    words: dict[str, str] = {
+        LeaseState.LAPSED: "the lease of the run cannot be renewed: training goes on, copies wait for the store",
+        LeaseState.WATCHING: f"watching whether {lease.get('who') or 'another runner'} still has this run",
+        LeaseState.TAKEN: f"{lease.get('who') or 'another runner'} has this run now",
+    }
+    if line := words.get(str(lease.get("state"))):
+        yield f"  {line}"
 
 
 def _trouble(status: Status) -> Iterator[str]:

@@ -21,6 +21,7 @@ from vramfarm.protocol import Ref
 
 FORMAT: Final = 1
 MAX_MACHINES: Final = 1000
+MAX_ATTEMPTS: Final = 1000  # of a machine, the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +51,20 @@ def describe_machine(history: History, known: Machine, now: datetime, running: R
 
 
 def merge(machines: tuple[Machine, ...], mine: Machine) -> tuple[Machine, ...]:
-    """All machines in the order of their coming, with this one's entry as it is now."""
+    """All machines in the order of their coming, with this one's newest entry: an upload that took long has an old one."""
+    if any(_knows_more(machine, mine) for machine in machines):
+        return machines
     others = tuple(machine for machine in machines if machine.id != mine.id)
     theirs = {attempt.id for machine in others for attempt in machine.attempts}
     # a folder that was kept and restored brings another machine's attempts along
     mine = replace(mine, attempts=tuple(a for a in mine.attempts if a.id not in theirs))
     at = next((number for number, machine in enumerate(machines) if machine.id == mine.id), len(others))
     return (*others[:at], mine, *others[at:])
+
+
+def _knows_more(theirs: Machine, mine: Machine) -> bool:
+    later = theirs.seen_at > mine.seen_at and len(theirs.attempts) >= len(mine.attempts)  # a clock may be put back
+    return theirs.id == mine.id and later
 
 
 def cost(machine: Machine) -> Decimal:
@@ -90,7 +98,7 @@ def dump(machines: tuple[Machine, ...]) -> dict[str, Any]:
 def dump_machine(machine: Machine) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(machine).items() if name != "attempts"}
     times = {name: getattr(machine, name).isoformat() for name in _TIMES}
-    attempts = [dump_attempt(attempt) for attempt in machine.attempts]
+    attempts = [dump_attempt(attempt) for attempt in machine.attempts[-MAX_ATTEMPTS:]]
     return {**fields, **times, "cost": str(cost(machine)), "attempts": attempts}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
+from runner.cli.status import describe
 from runner.job import Job
 from runner.storage.checksums import crc32
 from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
@@ -586,3 +587,25 @@ def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
         assert "rank 0: again\n" == follower.stdout.readline()
         lock.close()
         assert 0 == follower.wait(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("lease", "expected"),
+    [
+        ({"state": "held", "who": "srv_a"}, []),
+        (
+            {"state": "lapsed", "who": "srv_a"},
+            ["  the lease of the run cannot be renewed: training goes on, copies wait for the store"],
+        ),
+        ({"state": "watching", "who": "srv_a"}, ["  watching whether srv_a still has this run"]),
+        ({"state": "taken", "who": ""}, ["  another runner has this run now"]),
+        ("garbage", []),
+    ],
+)
+def test_a_lease_that_is_in_the_way_is_told(lease, expected):
+    """
+    And no word of one that is not.
+    """
+    status = {"job": "j", "lease": lease}
+
+    assert expected == list(describe(status, alive=True, now=datetime.now(UTC)))[1:-2]

@@ -77,6 +77,15 @@ def test_a_machine_replaces_its_own_entry_and_no_other():
     assert (first, second, machine("c", 4)) == merge((first, second), restored)
 
 
+def test_an_upload_that_took_long_does_not_put_the_clock_back():
+    """
+    Two tasks write this machine's entry; the one that began later knows more.
+    """
+    begun, later = machine("a", 1, hours=1.0), machine("a", 1, 2, hours=2.0)
+
+    assert (later,) == merge((later,), begun) == merge((begun,), later)
+
+
 def test_others_time_money_and_numbers_are_summed_up():
     """
     Fifteen minutes at least each, in decimal; nothing where nobody bills.
