@@ -200,6 +200,7 @@ class Running:
     started_at: datetime
     progress: float = 0.0  # 0 to 1
     note: str = ""
+    moved_at: datetime | None = None  # when it last told of progress
     told: Mapping[str, Any] = field(default_factory=dict)  # what it found out so far
 
 

@@ -273,7 +273,7 @@ def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "comparing")
     store = _store(arguments)
     ref = _remote_ref(store, arguments)
-    manifest = transfer.verify(store, arguments["job"], ref)
+    manifest = transfer.verify(store, arguments["job"], ref, lambda path, _: progress(0.0, path))
     return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there and the same"}
 
 

@@ -49,6 +49,7 @@ LEFT = 75
 WRONG_JOB = 2
 LOCKED = 5
 SPARE_BYTES = 1 << 20
+STUCK = timedelta(minutes=30)  # without a piece that has moved
 OUTPUTS_EVERY = timedelta(minutes=5)
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 PUBLISH_EVERY = timedelta(minutes=10)
@@ -344,6 +345,7 @@ def _keep_house(job: Job, history: History, seen: Observed) -> Action | None:
     """What is always right, whoever is training: get copies off the machine, keep the disk free."""
     return (
         _trim_logs(job, seen)
+        or _end_stuck(seen)
         or _hold_lease(job, seen)
         or _survey(job, seen)
         or _set_aside(seen)
@@ -502,7 +504,21 @@ def _subject(state: TaskState) -> str:
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
+# These tell of each piece that has moved.
+_MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.RESTORE, TaskKind.VERIFY)
 WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
+
+
+def _end_stuck(seen: Observed) -> Cease | None:
+    """A server that answers a byte a minute breaks no time limit, and brings nothing about."""
+    stuck = (kind for kind in _MOVERS if _is_stuck(kind, seen))
+    kind = next(stuck, None)
+    return None if kind is None else Cease(kind, f"nothing has moved for {STUCK.total_seconds() / 60:.0f} min")
+
+
+def _is_stuck(kind: TaskKind, seen: Observed) -> bool:
+    state = seen.tasks.get(kind)
+    return kind in _MOVERS and isinstance(state, Running) and seen.now >= (state.moved_at or state.started_at) + STUCK
 
 
 def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
@@ -576,7 +592,8 @@ def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
     if seen.leftovers:
         return Discard(seen.leftovers[0])
     return (
-        _know_the_store(job, history, seen)
+        _end_stuck(seen)
+        or _know_the_store(job, history, seen)
         or _look_ahead(seen)
         or _judge_machine(job, seen)
         or _bring_in(job, seen)
@@ -856,6 +873,8 @@ def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, want
     """Begin it, wait for it, try it again while there is patience; None when it is done or hopeless."""
     assert history.conclusion is not None
     state = seen.tasks.get(kind)
+    if _is_stuck(kind, seen):
+        return _end_stuck(seen) if seen.now < history.conclusion.at + STORE_PATIENCE else None
     if not wanted or (isinstance(state, Finished) and state.subject == subject):
         return None
     if isinstance(state, Failed) and state.subject == subject:

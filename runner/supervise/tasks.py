@@ -115,7 +115,7 @@ class TaskBoard:
         code = task.popen.poll()  # before its lines are read: what it wrote last is there then
         for line in task.lines.read():
             task.last = line if {"result", "error"} & line.keys() else task.last
-            state = _progressed(state, line)
+            state = _progressed(state, line, now)
             if "told" in line:
                 self._failures.pop((kind, state.subject), None)  # it works; a failure to come is the first one
         self._states[kind] = state
@@ -183,12 +183,13 @@ class _Lines:
                     yield fields
 
 
-def _progressed(state: Running, line: Mapping[str, Any]) -> Running:
+def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Running:
     progress = line.get("progress")
     if not isinstance(progress, int | float):
         return state
     told = line.get("told", state.told)
-    return replace(state, progress=float(progress), note=str(line.get("note", state.note)), told=told)
+    note = str(line.get("note", state.note))
+    return replace(state, progress=float(progress), note=note, moved_at=now, told=told)
 
 
 def _died(kind: TaskKind, code: int, tail: str) -> str:

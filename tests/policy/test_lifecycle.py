@@ -34,6 +34,7 @@ from runner.policy.lifecycle import (
     ALL_OUTPUTS,
     OUTPUTS_EVERY,
     STORE_PATIENCE,
+    STUCK,
     Begin,
     Cease,
     End,
@@ -764,6 +765,31 @@ def test_outputs_are_never_in_the_way_of_a_checkpoint():
 
     assert Cease(TaskKind.OUTPUTS, "a checkpoint goes first") == makes_way
     assert isinstance(waits, Wait)
+
+
+@pytest.mark.parametrize(("silent", "expected"), [(STUCK / 2, Wait), (STUCK, Cease)], ids=["slow", "stuck"])
+def test_what_moves_nothing_is_begun_again(silent, expected):
+    """
+    A server that trickles breaks no time limit; half an hour without a piece does.
+    """
+    moved = Running(subject=CHECKPOINT.ref.name, started_at=START - 4 * STUCK, moved_at=START - silent)
+
+    assert isinstance(decide(JOB, ACCEPTED, training(local=(CHECKPOINT,), UPLOAD=moved)), expected)
+    assert isinstance(decide(ALONE, ACCEPTED, staging(replace(moved, subject="d"))), expected)
+
+
+def test_an_end_is_not_held_up_by_what_is_stuck():
+    """
+    Begun again while the store has its half hour; after that the server is stopped, and the folder kept.
+    """
+    silent = Running(subject=CHECKPOINT.ref.name, started_at=START - STUCK)
+
+    def end(ago):
+        over = replace(ACCEPTED, conclusion=Conclusion(outcome=Outcome.SUCCEEDED, reason="done", at=START - ago))
+        return decide(JOB, over, replace(training(local=(CHECKPOINT,), UPLOAD=silent), live=None))
+
+    assert isinstance(end(STORE_PATIENCE / 2), Cease)
+    assert not isinstance(end(STORE_PATIENCE), Cease | Wait)
 
 
 def test_outputs_go_once_more_at_the_end_before_the_stop():

@@ -55,7 +55,7 @@ def test_progress_is_seen_while_it_runs(board):
 
     until(lambda: state(board).progress == 0.4)
 
-    assert Running(subject="step-1", started_at=NOW, progress=0.4, note="b") == state(board)
+    assert Running(subject="step-1", started_at=NOW, progress=0.4, note="b", moved_at=NOW) == state(board)
 
 
 def test_failures_of_a_subject_are_counted_in_a_row(board):

@@ -51,6 +51,7 @@ _NUM_SHARDS: Final = 4  # that are sent at once; their parts share the store's t
 _NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
 _PAUSES_S: Final = (0.2, 0.8, 2.0)
 _READ_ATTEMPTS: Final = 3
+_TELL_EVERY_S: Final = 60.0
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
 
@@ -513,7 +514,7 @@ def _publish_file(store: Store, key: str, source: Path) -> None:
 
 
 class Meter:
-    """Adds up bytes from several threads and tells each whole percent."""
+    """Adds up bytes from several threads and tells each whole percent, and each minute that something has moved."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._total = total_bytes
@@ -521,11 +522,12 @@ class Meter:
         self._lock = threading.Lock()
         self._bytes = 0
         self._told = -1
+        self._told_at = 0.0
 
     def add(self, note: str, num_bytes: int) -> None:
         with self._lock:
             self._bytes += num_bytes
             percent = 100 * self._bytes // max(1, self._total)
-            if percent > self._told:
-                self._told = percent
+            if percent > self._told or time.monotonic() >= self._told_at + _TELL_EVERY_S:
+                self._told, self._told_at = percent, time.monotonic()
                 self._progress(min(1.0, percent / 100), note)
