@@ -73,6 +73,7 @@ from runner.supervise import page as pages
 from runner.supervise import process
 from runner.supervise.autopsy import HANG_FILE
 from runner.supervise.cards import Cards
+from runner.supervise.clock import Clock
 from runner.supervise.page import ProgressReader
 from runner.supervise.pulse import PulseReader
 from runner.supervise.saves import are_written
@@ -172,6 +173,7 @@ class RealWorld:
         self._setting, self._job, self._folder = setting, setting.job, folder
         self.checkpoints = CheckpointDir(Path(self._job.checkpoint.dir), disk)
         self.checkpoints.sweep()
+        self._clock = Clock()
         self._board = TaskBoard(folder.tasks, str(folder.root))
         self._board.kill_leftovers()
         self._pages_are_tidy = False
@@ -181,7 +183,7 @@ class RealWorld:
         self._logs = _Logs(folder.root / "logs")
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
-        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder), self._job.guard)
+        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder), self._job.guard, self._clock)
         self._saves = _Saves(self._job, setting.num_procs)
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
@@ -200,7 +202,7 @@ class RealWorld:
 
     def close(self) -> None:
         """What writes to the store ends, it gets a last word, and then the lease is given back."""
-        tasks = self._board.states(datetime.now(UTC))
+        tasks = self._board.states(self._clock.now())
         for kind in WRITERS:
             self._board.end(kind)
         if self._has_last_words(tasks):
@@ -222,7 +224,7 @@ class RealWorld:
     def observe(self, history: History) -> Observed:
         process.reap()
         self._history = history
-        now = datetime.now(UTC)
+        now = self._clock.now()
         tasks = self._board.states(now)
         self._store.learn(tasks)
         self._checked.learn(tasks.get(TaskKind.PREFLIGHT))
@@ -347,7 +349,7 @@ class RealWorld:
 
     def begin(self, kind: TaskKind, subject: str) -> None:
         argv = (sys.executable, "-I", "-m", "runner.tasks", kind)
-        self._board.start(kind, subject, argv, self._arguments(subject), now=datetime.now(UTC))
+        self._board.start(kind, subject, argv, self._arguments(subject), now=self._clock.now())
 
     def _arguments(self, subject: str) -> dict[str, Any]:
         setting = self._setting
@@ -383,7 +385,7 @@ class RealWorld:
 
     def _describe_machine(self) -> Machine:
         """This machine's entry in the ledger."""
-        server, now = self._setting.server, datetime.now(UTC)
+        server, now = self._setting.server, self._clock.now()
         opened = self._history.opened_at or now
         known = Machine(
             id=self._holder,
@@ -399,7 +401,7 @@ class RealWorld:
         return ledger.describe_machine(self._history, known, now, self._sight.running())
 
     def notify(self, event: str, text: str) -> None:
-        setting, now = self._setting, datetime.now(UTC)
+        setting, now = self._setting, self._clock.now()
         server = setting.server
         where = server.id if server else "this machine"
         price = f" at {server.price_per_hour} {server.currency}/h" if server and server.price_per_hour else ""
@@ -535,8 +537,8 @@ class RealWorld:
 class _AttemptSight:
     """What can be seen of the attempt that runs, or has just ended."""
 
-    def __init__(self, folder: RunFolder, hangs: _HangWatch, guard: GuardPolicy) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, hangs: _HangWatch, guard: GuardPolicy, clock: Clock) -> None:
+        self._folder, self._clock = folder, clock
         self._hangs = hangs
         self._guard, self._loss = guard, LossWatch()
         self.attempt: Attempt | None = None
@@ -624,7 +626,7 @@ class _AttemptSight:
         """Ask through the page; where there is none there is nobody who could save."""
         if self._reader is not None:
             pages.request_leave(self._reader.page)
-        self._leave_sent_at = datetime.now(UTC)
+        self._leave_sent_at = self._clock.now()
 
     def identity(self) -> dict[str, int]:
         """What a checkpoint has to say of its attempt."""
