@@ -634,7 +634,7 @@ class _AttemptSight:
 
     def forget(self) -> None:
         self._hangs.forget()
-        self.__init__(self._folder, self._hangs, self._guard)  # type: ignore[misc]  # as new
+        self.__init__(self._folder, self._hangs, self._guard, self._clock)  # type: ignore[misc]  # as new
 
     @property
     def hang(self) -> Hang | None:
