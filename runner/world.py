@@ -169,7 +169,7 @@ class Setting:
 class RealWorld:
     """`loop.World`, on real files and processes."""
 
-    def __init__(self, setting: Setting, folder: RunFolder, disk: Disk, patience: Patience = Patience()) -> None:  # noqa: B008  # frozen
+    def __init__(self, setting: Setting, folder: RunFolder, disk: Disk) -> None:
         self._setting, self._job, self._folder = setting, setting.job, folder
         self.checkpoints = CheckpointDir(Path(self._job.checkpoint.dir), disk)
         self.checkpoints.sweep()
@@ -183,7 +183,7 @@ class RealWorld:
         self._logs = _Logs(folder.root / "logs")
         self._lease = _LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
-        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, patience, folder), self._job.guard, self._clock)
+        self._sight = _AttemptSight(folder, _HangWatch(self._job.hang, folder), self._job.guard, self._clock)
         self._saves = _Saves(self._job, setting.num_procs)
         self._checked = _Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
@@ -648,8 +648,8 @@ class _AttemptSight:
 class _HangWatch:
     """Looks for signs of life every few seconds, and has them judged."""
 
-    def __init__(self, policy: HangPolicy, patience: Patience, folder: RunFolder) -> None:
-        self._policy, self._patience, self._folder = policy, patience, folder
+    def __init__(self, policy: HangPolicy, folder: RunFolder) -> None:
+        self._policy, self._patience, self._folder = policy, Patience(), folder
         self._cards = Cards()
         self.forget()
 

@@ -33,6 +33,7 @@ class Patience:
     step_s: float = 180.0  # no learned limit is shorter
     evaluation_s: float = 900.0
     checkpoint_s: float = 600.0
+    ending_s: float = 600.0  # after training is done: at most so long, and not more than the start may take
     quiet_s: float = 45.0  # without a sign of life, once the limit is reached
     longest_s: float = 3600.0  # signs of one kind only are believed for so long at least
     unwatched_s: float = 15.0  # of the time between two looks no more counts
@@ -151,9 +152,14 @@ def limit_s(watch: Watch, policy: HangPolicy, patience: Patience, *, last_save_s
     what was learned.
     """
     stage = watch.last.stage if watch.last else Stage.STARTING
-    step = _of_user(policy.step_timeout) or _learned(watch, policy, patience)
-    if step is None or not _has_begun(watch, patience) or stage in {Stage.STARTING, Stage.ENDING}:
-        return policy.startup_timeout.total_seconds()
+    step, start = (
+        _of_user(policy.step_timeout) or _learned(watch, policy, patience),
+        policy.startup_timeout.total_seconds(),
+    )
+    if stage is Stage.ENDING:
+        return min(start, patience.ending_s)
+    if step is None or not _has_begun(watch, patience) or stage is Stage.STARTING:
+        return start
     if stage is Stage.SAVING:
         save = _of_user(policy.checkpoint_timeout) or max(patience.checkpoint_s, policy.safety_factor * last_save_s)
         return max(step, save)

@@ -196,7 +196,9 @@ def _place(found: Diagnosis) -> tuple[str, str]:
 
 
 def _is_same_step(one: Attempt, other: Attempt) -> bool:
-    return abs(one.step - other.step) <= 1
+    """Step 0 is the start only if both ended soon: a script that tells no steps is always there."""
+    is_known = one.step > 0 or all(a.ended_at and a.ended_at - a.launched_at < START_UP for a in (one, other))
+    return is_known and abs(one.step - other.step) <= 1
 
 
 def _may_be_chance(found: Diagnosis) -> bool:

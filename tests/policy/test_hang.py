@@ -184,7 +184,8 @@ def test_a_rank_that_spins_in_silence_is_ended_in_the_end():
         pytest.param(lambda t: t.trained().live(500, stage=Stage.SAVING), id="a slow checkpoint"),
         pytest.param(lambda t: t.trained().live(170), id="a pause below the floor"),
         pytest.param(lambda t: t.trained().live(800, stage=Stage.EVALUATING), id="an evaluation on a card nobody sees"),
-        pytest.param(lambda t: t.trained().live(1700, stage=Stage.ENDING), id="an export at the end"),
+        pytest.param(lambda t: t.trained().live(590, stage=Stage.ENDING), id="a slow end"),
+        pytest.param(lambda t: t.trained().live(3000, stage=Stage.ENDING, cores=(0.9, 0.0)), id="an export at the end"),
         pytest.param(lambda t: t.trained().live(7200, jump=7200), id="the machine slept for two hours"),
     ],
 )

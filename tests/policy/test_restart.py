@@ -182,6 +182,12 @@ GAVE_UP, REFUSED = Outcome.GAVE_UP, Outcome.REFUSED
             id="the same words with other numbers",
         ),
         pytest.param([died(1, BUG), died(2, SYNTAX)], None, id="another error"),
+        pytest.param([died(1, BUG, step=0), died(2, BUG, step=0)], GAVE_UP, id="the same error at the start"),
+        pytest.param(
+            [died(1, STUCK, step=0, lasted=60 * MINUTE), died(2, STUCK, step=0, lasted=90 * MINUTE)],
+            None,
+            id="a script that tells no steps",
+        ),
         pytest.param([died(1, BUG), died(2, None, ending=LEFT), died(3, BUG)], GAVE_UP, id="left between"),
         pytest.param([died(1, STUCK), died(2, STUCK)], GAVE_UP, id="stuck at the same step"),
         pytest.param([died(1, KILLED), died(2, KILLED)], None, id="killed from outside twice"),
