@@ -411,6 +411,21 @@ class Offer:
     available: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RentedServer:
+    """A server of the account, as the provider tells it; `state` in our words, `detail` in theirs."""
+
+    id: str
+    state: ServerState
+    detail: str
+    label: str
+    machine: str  # `Offer.id`
+    created_at: str
+    rental_ends_at: str
+    price_per_hour: Decimal
+    cost: Decimal  # so far
+
+
 # -------------------------------------------------------------------------------- observed
 
 

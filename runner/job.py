@@ -421,6 +421,11 @@ class ProviderPolicy(Model):
         default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment."
     )
     max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
+    gpu: str | None = Field(default=None, description="For `submit`: the card, by the provider's word: h100.")
+    max_price: Money | None = Field(
+        default=None, description="For `submit`: most that an hour of the whole machine may cost."
+    )
+    image: str = Field(default="vramfarm/runner", description="For `submit`: the image that the server starts.")
     stop_command: Texts = Field(
         default=(),
         description="With `kind: command`: the program that stops this server, as a list of words. Exit 0: the stop was asked for; asked again until the server is gone. `RUNNER_STOP_COMMAND` in the environment does the same even when job.yaml cannot be read.",

@@ -123,8 +123,8 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source:
-    """An archive that lies in a bucket, brought beside where it is unpacked; any other source as it is."""
-    if not isinstance(source, ArchiveSource) or not source.archive.startswith("s3://"):
+    """An archive that lies in a store, brought beside where it is unpacked; any other source as it is."""
+    if not isinstance(source, ArchiveSource) or not source.archive.startswith(("s3://", "file://")):
         return source
     folder, _, name = source.archive.rpartition("/")
     store = open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": folder}), os.environ)

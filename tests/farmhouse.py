@@ -104,11 +104,16 @@ WISH: dict[str, Any] = {
 
 @contextmanager
 def open_farm(
-    state: Path, *, per_minute: int = 100_000, creates: int = 100_000, balance: int = 100
+    state: Path,
+    *,
+    per_minute: int = 100_000,
+    creates: int = 100_000,
+    balance: int = 100,
+    entrypoint: tuple[str, ...] = (),
 ) -> Iterator[Farmhouse]:
-    """A farm with its threads and its port; all of its containers are ended with it."""
+    """A farm with its threads and its port; all of its containers are ended with it. `entrypoint`: of our image."""
     state.mkdir(parents=True, exist_ok=True)
-    options = Options(state=state, port=0, run=None, price=None, balance=Decimal(balance), runner=(), pace=PACE)
+    options = Options(state=state, port=0, run=None, price=None, balance=Decimal(balance), runner=entrypoint, pace=PACE)
     with serving(options, per_minute=per_minute, creates_per_minute=creates) as farm:
         port = (state / "port").read_text()
         try:

@@ -54,6 +54,7 @@ class LoadedJob:
     path: str  # where it came from, for messages
     folder: Path  # relative names in it start here
     workspace: Path
+    date: str  # what `{date}` became
 
 
 def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
@@ -68,7 +69,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     _refuse(name, [*_unfillable(job, root), *_homeless(job, root)])
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
-    return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace)
+    return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace, date=date)
 
 
 def parse_job(name: str, text: str) -> Job:

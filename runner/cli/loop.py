@@ -32,7 +32,7 @@ from runner.cli.telling import Teller
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import Server
-from runner.job import Job, OnLimit
+from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.batch import Uneven, split_batch
@@ -197,7 +197,10 @@ def _check_same_job(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool
 
 def identity(job: Job) -> dict[str, Any]:
     """What makes a job this job, as written; limits, cadence and the like may change between starts."""
-    return job.model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
+    fields = job.model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
+    if isinstance(job.source, ArchiveSource) and job.source.archive.startswith(f"{job.offload.to}/"):
+        fields["source"] = "sent by submit"  # its name is that of its content, and a mended script is the same job
+    return fields
 
 
 def _read_identity(path: Path) -> dict[str, Any]:

@@ -39,6 +39,8 @@ COMMANDS: Final[Mapping[str, str]] = {
     "stop": "save, end the job, stop the server",
     "checkpoints": "list, verify, restore or export checkpoints",
     "launch": "run a job in a container of this machine's Docker engine, with the flags that it needs",
+    "submit": "from a cron host: rent the cheapest machine that will do, and start the job on it",
+    "sweep": "from a cron host: stop servers that submit rented and whose deadline is over",
     "simulate": "a local VRAMfarm: rent 'servers' on this machine",
 }
 _INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}

@@ -53,6 +53,7 @@ STUCK = timedelta(minutes=30)  # without a piece that has moved
 OUTPUTS_EVERY = timedelta(minutes=5)
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 PUBLISH_EVERY = timedelta(minutes=10)
+PUBLISH_PATIENCE = timedelta(minutes=1)
 _COMMIT_TRIES = 3
 
 
@@ -615,7 +616,7 @@ def _look_ahead(seen: Observed) -> Action | None:
 def _judge_machine(job: Job, seen: Observed) -> Action | None:
     """A verdict is waited for, but not for ever; one that never came refuses nothing."""
     if seen.preflight and seen.preflight.verdict is Verdict.SWAP:
-        return _refuse(Outcome.REFUSED, "; ".join(seen.preflight.reasons), job, seen)
+        return _publish_verdict(job, seen) or _refuse(Outcome.REFUSED, "; ".join(seen.preflight.reasons), job, seen)
     state = seen.tasks.get(TaskKind.PREFLIGHT)
     if isinstance(state, Running) and seen.now < state.started_at + PREFLIGHT_PATIENCE:
         return Wait(state.started_at + PREFLIGHT_PATIENCE)
@@ -670,6 +671,19 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
             return None  # there is something to go on with; the store is asked again while it trains
         return _begin(kind, subject, seen) or Wait(retry_at(state))
     return _begin(kind, subject, seen) or Wait()
+
+
+def _publish_verdict(job: Job, seen: Observed) -> Action | None:
+    """Whoever rented this machine from outside reads it in the store; one that does not answer changes nothing."""
+    if job.offload.to is None or not may_write(seen):
+        return None
+    match seen.tasks.get(TaskKind.PUBLISH):
+        case Running(started_at=started_at) if seen.now < started_at + PUBLISH_PATIENCE:
+            return Wait(started_at + PUBLISH_PATIENCE)
+        case Running() | Failed(subject="verdict"):
+            return None
+        case _:
+            return _begin(TaskKind.PUBLISH, "verdict", seen)
 
 
 def _bring_in(job: Job, seen: Observed) -> Action | None:

@@ -43,6 +43,7 @@ from runner.simulator.model import (
 from runner.simulator.problem import Problem
 from runner.simulator.store import Store
 
+OUR_IMAGE: Final = "vramfarm/runner"
 IMAGE_ARGS: Final = ("sleep", "infinity")  # what a server without args of its own runs
 _NEXT: Final[Mapping[State, State]] = {
     State.QUEUED: State.PROVISIONING,
@@ -63,7 +64,7 @@ class Pace:
 class Farm:
     """One account with its servers. Thread-safe: whatever changes something is one transaction of the store."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # made in one place
         self,
         state: Path,
         *,
@@ -71,9 +72,12 @@ class Farm:
         pace: Pace | None = None,
         machines: Sequence[Machine] = MACHINES,
         deposit: Decimal = Decimal(100),
+        entrypoint: Sequence[str] = (),
     ) -> None:
+        """`entrypoint`: what stands for our own image's; other images run their args as they are."""
         self.state = state
         self.pace = pace or Pace()
+        self._entrypoint = tuple(entrypoint)
         self.machines = tuple(machines)
         self.host = Host(state)
         self.store = Store(state / "farm.sqlite")
@@ -303,7 +307,9 @@ class Farm:
         self._put(rented)
         if not first:
             self._event(rented, "container.restarted", restart_count=number)
-        self.host.start(server.id, server.args or IMAGE_ARGS, self._environment(rented), number)
+        is_ours = bool(self._entrypoint) and (server.image or "").partition(":")[0] == OUR_IMAGE
+        argv = (*self._entrypoint, *server.args) if is_ours else server.args or IMAGE_ARGS
+        self.host.start(server.id, argv, self._environment(rented), number)
 
     def _environment(self, rented: Rented) -> dict[str, str]:
         server = rented.server
@@ -327,6 +333,14 @@ class Farm:
         box.exit_code = self.host.exit_code(rented.server.id, box.restart_count)
         self._put(rented)
         self._event(rented, "container.exited", exit_code=box.exit_code)
+
+    def vanish(self, server_id: str) -> None:
+        """As a host that loses its power for good: everything of the server is gone at once."""
+        with self.store.transaction():
+            rented = self.find(server_id)
+            self.host.kill(server_id, code=KILLED, number=rented.server.container.restart_count)
+            self.host.delete_disk(server_id)
+            self._enter(rented, State.FAILED, "host_lost")
 
     # ----------------------------------------------------------------------------- stop
 

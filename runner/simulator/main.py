@@ -138,7 +138,14 @@ def serving(options: Options, *, per_minute: int = 60, creates_per_minute: int =
     """The API on loopback, and the farm's ticks, in threads."""
     listener = _listen(options)
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
-    farm = Farm(options.state, api_url=url, pace=options.pace, machines=_machines(options), deposit=options.balance)
+    farm = Farm(
+        options.state,
+        api_url=url,
+        pace=options.pace,
+        machines=_machines(options),
+        deposit=options.balance,
+        entrypoint=options.runner,
+    )
     app = make_app(farm, per_minute=per_minute, creates_per_minute=creates_per_minute)
     config = uvicorn.Config(app, log_level="critical", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
@@ -254,7 +261,7 @@ def _run(farm: Farm, options: Options, stops: list[int], is_ours: Callable[[], b
     """Follow the job's server to its end; on Ctrl-C let the job save and leave, and keep the server."""
     job = options.run
     assert job is not None
-    args = [*options.runner, "--config", str(job)]
+    args = ["--config", str(job)]
     for _ in range(len(State)):  # what ended while no simulator ran, a rental say, ends now
         farm.tick()
     rented = _find_server(farm, args)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from runner.adapters.providers.answers import NOT_FOUND, bearer, missing, read_fields, unknown
 from runner.adapters.providers.contract import Answer, Keep, Reply, Send
-from runner.facts import Offer, Server, ServerState
+from runner.facts import Offer, RentedServer, Server, ServerState
 
 KEY: Final = "VRAMFARM_API_KEY"
 _URL: Final = "VRAMFARM_API_URL"
@@ -81,21 +81,6 @@ def stop(server: Server, keep: Keep, code: int, env: Mapping[str, str], send: Se
 
 
 @dataclass(frozen=True)
-class Rental:
-    """A server of the account, as the provider tells it; `state` in our words, `detail` in theirs."""
-
-    id: str
-    state: ServerState
-    detail: str
-    label: str
-    machine: str  # `Offer.id`
-    created_at: str
-    rental_ends_at: str
-    price_per_hour: Decimal
-    cost: Decimal  # so far
-
-
-@dataclass(frozen=True)
 class Trouble:
     """No answer, or one that is no help."""
 
@@ -113,7 +98,7 @@ class Trouble:
 _T = TypeVar("_T")
 
 
-def rent(wish: Mapping[str, Any], key: str, env: Mapping[str, str], send: Send) -> Rental | Trouble:
+def rent(wish: Mapping[str, Any], key: str, env: Mapping[str, str], send: Send) -> RentedServer | Trouble:
     """
     Rent what `wish` says (`kind`, `machine_id` or `gpu` and `count`, `image`, `args`, `env`, `secrets`, `label`, …).
 
@@ -122,9 +107,9 @@ def rent(wish: Mapping[str, Any], key: str, env: Mapping[str, str], send: Send) 
     return _read_one(_call("POST", "/servers", dict(wish), env, send, **{"Idempotency-Key": key}), _rental)
 
 
-def list_rentals(label: str, env: Mapping[str, str], send: Send) -> tuple[Rental, ...] | Trouble:
+def list_rentals(label: str, env: Mapping[str, str], send: Send) -> tuple[RentedServer, ...] | Trouble:
     """Servers of the account with this label, newest first, those that are gone, too. They are stopped by `stop`."""
-    found: list[Rental] = []
+    found: list[RentedServer] = []
     cursor = ""
     for _ in range(_MOST_PAGES):
         after = f"&cursor={quote(cursor, safe='')}" if cursor else ""
@@ -155,9 +140,9 @@ def _read_one(reply: Reply, make: Callable[[Mapping[str, Any]], _T]) -> _T | Tro
         return Trouble(f"an answer that is not understood: {type(error).__name__}: {str(error)[:120]}")
 
 
-def _rental(fields: Mapping[str, Any]) -> Rental:
+def _rental(fields: Mapping[str, Any]) -> RentedServer:
     answer = _state(fields)
-    return Rental(
+    return RentedServer(
         id=str(fields["id"]),
         state=answer.state,
         detail=answer.detail,

@@ -1,0 +1,371 @@
+"""
+`submit`: a night started from outside, by a person or a cron line.
+
+It rents the cheapest machine that will do, hands it the job, waits for the machine's own verdict,
+and gives a bad one back within the minutes that are paid anyway. Everything that it relies on is
+asked of the provider and the store each time; what it writes down is only which machines were no good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from runner.adapters.providers import vramfarm, with_secrets
+from runner.adapters.providers.contract import Keep
+from runner.adapters.providers.http import make_send
+from runner.cli.dates import DATE_VARIABLE
+from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job
+from runner.cli.output import out, out_json
+from runner.cli.planned import check_framework, refuse_planned
+from runner.cli.stores import open_run
+from runner.errors import JobError, LockedError, MachineError, StoreError
+from runner.facts import Offer, RentedServer, Server, ServerState
+from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
+from runner.policy.lifecycle import EXIT_CODES
+from runner.policy.limits import deadline
+from runner.policy.night import (
+    Accepted,
+    GiveBack,
+    Night,
+    NoMore,
+    Over,
+    Rent,
+    Watch,
+    choose,
+    decide_step,
+    disk_gb,
+    why_none,
+    wish_of,
+)
+from runner.supervise.pack import pack
+
+STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
+WORKSPACE: Final = "/workspace"
+_PASSED_ON: Final = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
+_STORE_SECRETS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNNER_NOTIFY_URL")
+_LOOK_S: Final = 5.0
+_SELDOM_S: Final = 30.0
+_PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer
+_MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes after ours
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="JOB", required=True, help="path of job.yaml, or an https:// or s3:// address"
+    )
+    parser.add_argument(
+        "--at-most", metavar="PRICE", type=_price, help="most that an hour of the machine may cost: 25/h"
+    )
+    parser.add_argument("--wait", action="store_true", help="until the run is over; its exit code is the command's")
+    parser.add_argument("--go-on", action="store_true", help="begin again a run that gave up or reached its limit")
+    parser.add_argument("--json", action="store_true", help="the last word as JSON")
+    parser.add_argument("--look-every", type=float, default=_LOOK_S, help=argparse.SUPPRESS)
+
+
+def _price(text: str) -> Decimal:
+    try:
+        return parse_money(text.removesuffix("/h").strip())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a price an hour such as 25/h: {error}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    env = with_secrets(os.environ)
+    loaded = load_job(args.config, env)
+    _check(loaded.job, env)
+    with _alone(loaded.job.name) as record:
+        return _Submission(loaded, env, record, args).run()
+
+
+def _check(job: Job, env: Mapping[str, str]) -> None:
+    """All that can be found out before money is spent."""
+    refuse_planned(job)
+    check_framework(job)
+    if job.provider.kind not in {ProviderName.AUTO, ProviderName.VRAMFARM}:
+        raise JobError(f"provider.kind: submit rents at vramfarm only, got {job.provider.kind}")
+    if not env.get(vramfarm.KEY):
+        raise JobError(f"submit: expected the account's key in {vramfarm.KEY}, found none")
+    if job.offload.to is None:
+        raise JobError(
+            "offload.to: expected a store, found none: a night that is rented from outside is told by its store",
+            hint="offload: {to: s3://my-bucket/runs}",
+        )
+    if missing := [name for name in (*job.secrets, *job.notify) if not env.get(name)]:
+        raise JobError(
+            f"secrets: no value for {', '.join(missing)}", hint="set them for this command: it passes them on"
+        )
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+@dataclass
+class Record:
+    """What this host remembers of a run: its servers, so that `sweep` finds them, and those that were no good."""
+
+    path: Path
+    servers: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def remember(self, server: str, **fields: str) -> None:
+        """Durable when this returns."""
+        self.servers.setdefault(server, {}).update(fields)
+        fresh = self.path.with_suffix(".new")
+        with fresh.open("w") as file:
+            json.dump(self.servers, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.path)
+
+    def refused(self) -> frozenset[str]:
+        return frozenset(server for server, fields in self.servers.items() if "refused" in fields)
+
+    def bad_machines(self) -> frozenset[str]:
+        return frozenset(fields["machine"] for fields in self.servers.values() if "refused" in fields)
+
+
+def state_folder(env: Mapping[str, str]) -> Path:
+    """Where this host keeps its memory."""
+    home = Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return Path(env.get(STATE_VARIABLE) or home / "vramfarm-runner")
+
+
+def read_record(path: Path) -> Record:
+    """A record that is not there, or is damaged, is empty: the provider knows the servers, too."""
+    with suppress(OSError, ValueError, AttributeError):
+        return Record(path, {str(server): dict(fields) for server, fields in json.loads(path.read_bytes()).items()})
+    return Record(path)
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[Record]:
+    """One `submit` of a run at a time on this host: a cron line that comes again finds the first at work."""
+    folder = state_folder(os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(f"{name}: another submit of this run is at work on this host") from None
+        yield read_record(folder / f"{name}.json")
+
+
+# ------------------------------------------------------------------------------------ work
+
+
+class _Submission:
+    def __init__(self, loaded: LoadedJob, env: Mapping[str, str], record: Record, args: argparse.Namespace) -> None:
+        self._loaded, self._job, self._env, self._record, self._args = loaded, loaded.job, env, record, args
+        self._run = open_run(f"{self._job.offload.to}/{self._job.name}")
+        self._send = make_send(10.0)
+        self._label = label_of(self._job.name)
+        self._rented_now = 0
+        self._told = ""
+        self._is_accepted: str = ""
+        self._trouble_since: float | None = None
+
+    def run(self) -> int:
+        while True:
+            night = self._look()
+            if night is None:
+                time.sleep(self._args.look_every)
+                continue
+            step = decide_step(self._job, night, go_on=self._args.go_on, rented_now=self._rented_now)
+            code = self._do(step)
+            if code is not None:
+                return code
+
+    def _do(self, step: object) -> int | None:
+        match step:
+            case Over(outcome=outcome, reason=reason):
+                return self._close(f"the run is over: {outcome}: {reason}", EXIT_CODES[outcome], outcome=outcome)
+            case NoMore(reason=reason):
+                raise MachineError(
+                    f"{self._job.name}: {reason}", hint="vramfarm-runner status STORE/NAME says what was wrong"
+                )
+            case Accepted(rental=rental):
+                return self._follow(rental)
+            case Watch(rental=rental):
+                self._say(f"{rental.id}: {rental.detail}; waiting for its verdict")
+                time.sleep(self._args.look_every)
+            case GiveBack(rental=rental, reason=reason):
+                self._give_back(rental, reason)
+            case Rent(number=number):
+                self._rent(number)
+        return None
+
+    def _follow(self, rental: RentedServer) -> int | None:
+        """It trains. Without --wait that is all; with it, until the store or the provider says otherwise."""
+        self._is_accepted = rental.id
+        if not self._args.wait:
+            return self._close(f"{rental.id} trains, {rental.price_per_hour} EUR/h", 0, server=rental.id)
+        self._say(f"{rental.id} trains, {rental.price_per_hour} EUR/h; waiting for its end")
+        self._rented_now = 0  # whoever trained once is no machine that was no good
+        time.sleep(max(self._args.look_every, min(_SELDOM_S, 6 * self._args.look_every)))
+        return None
+
+    def _close(self, text: str, code: int, **fields: object) -> int:
+        store = f"{self._job.offload.to}/{self._job.name}"
+        if self._args.json:
+            out_json({"job": self._job.name, "store": store, "message": text, "exit_code": code, **fields})
+        else:
+            out(f"{self._job.name}: {text}")
+            out(f"vramfarm-runner status {store}")
+        return code
+
+    def _say(self, line: str) -> None:
+        """Once, until something else is said."""
+        if line != self._told:
+            print(f"{datetime.now():%H:%M:%S} {line}", file=sys.stderr, flush=True)  # noqa: DTZ005, T201  # the log
+            self._told = line
+
+    # ------------------------------------------------------------------------------- look
+
+    def _look(self) -> Night | None:
+        """None: the provider or the store did not answer; asked again, for ten minutes."""
+        rentals = vramfarm.list_rentals(self._label, self._env, self._send)
+        status = self._read("status.json")
+        outcome = self._read("outcome.json")
+        if isinstance(rentals, vramfarm.Trouble) or status is None or outcome is None:
+            detail = rentals.detail if isinstance(rentals, vramfarm.Trouble) else "the store does not answer"
+            self._bear(detail)
+            return None
+        self._trouble_since = None
+        verdict = status.get("verdict") or {}
+        told_by = str(status.get("server") or "")
+        live = next((rental for rental in rentals if rental.state is not ServerState.GONE), None)
+        silent = timedelta() if live is None or told_by == live.id else _age(live.created_at)
+        return Night(
+            outcome=str(outcome.get("outcome") or ""),
+            reason=str(outcome.get("reason") or ""),
+            rentals=rentals,
+            refused=self._record.refused(),
+            told_by=told_by,
+            verdict=str(verdict.get("verdict") or ""),
+            verdict_reason="; ".join(map(str, verdict.get("reasons") or ())),
+            has_begun=bool(status.get("attempt")) and status.get("phase") in {"STARTING", "RUNNING"},
+            silent_for=silent,
+        )
+
+    def _bear(self, detail: str) -> None:
+        self._say(f"no answer, asking again: {detail}")
+        self._trouble_since = self._trouble_since or time.monotonic()
+        if time.monotonic() - self._trouble_since > _PATIENCE_S:
+            raise StoreError(f"{self._job.name}: no answer for {_PATIENCE_S / 60:.0f} min: {detail}")
+
+    def _read(self, name: str) -> Mapping[str, Any] | None:
+        """A small JSON object of the run in its store; empty if it is not there, None if nobody answers."""
+        try:
+            raw = self._run.store.get(f"{self._run.job}/{name}")
+        except StoreError as error:
+            if getattr(error, "final", True):
+                raise
+            return None
+        with suppress(ValueError):
+            fields = json.loads(raw or b"{}")
+            return fields if isinstance(fields, dict) else {}
+        return {}
+
+    # -------------------------------------------------------------------------------- act
+
+    def _give_back(self, rental: RentedServer, reason: str) -> None:
+        self._record.remember(rental.id, machine=rental.machine, refused=reason)
+        self._say(f"{rental.id} is given back: {reason}")
+        server = Server(provider="vramfarm", id=rental.id)
+        vramfarm.stop(server, Keep(None, stop_anyway=True), 3, self._env, self._send)
+
+    def _rent(self, number: int) -> None:
+        ends_at = deadline(self._job.limits, datetime.now(UTC), None)
+        wish = wish_of(self._job, at_most=self._args.at_most, lasts=ends_at - datetime.now(UTC))
+        offers = vramfarm.read_offers(self._env, self._send)
+        if isinstance(offers, str):
+            self._bear(offers)
+            time.sleep(self._args.look_every)
+            return
+        chosen = choose(self._job, wish, offers, refused=self._record.bad_machines())
+        if not chosen:
+            raise MachineError(
+                f"{self._job.name}: {why_none(self._job, wish, offers, refused=self._record.bad_machines())}"
+            )
+        self._expect_money(chosen[0])
+        body = self._body(chosen[0], ends_at, wish.days)
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+        rental = vramfarm.rent(body, f"{self._job.name}-{number}-{digest}", self._env, self._send)
+        if isinstance(rental, vramfarm.Trouble):
+            self._cope(rental)
+            return
+        self._rented_now += 1
+        self._record.remember(rental.id, machine=rental.machine, deadline_at=(ends_at + _MARGIN).isoformat())
+        self._say(f"rented {rental.id}: {chosen[0].cards} x {chosen[0].name}, {rental.price_per_hour} EUR/h")
+
+    def _cope(self, trouble: vramfarm.Trouble) -> None:
+        """What was surely not rented is a refusal; what may have been is found by its label in the next look."""
+        if trouble.is_certain and trouble.status not in {409, 429}:
+            raise MachineError(f"{self._job.name}: the provider rents nothing out: {trouble.detail}")
+        self._bear(trouble.detail)
+        time.sleep(max(self._args.look_every, trouble.retry_after_s))
+
+    def _expect_money(self, offer: Offer) -> None:
+        balance = vramfarm.read_balance(self._env, self._send)
+        if isinstance(balance, Decimal) and balance < offer.price_per_hour:
+            raise MachineError(
+                f"{self._job.name}: the account has {balance} {offer.currency}, and an hour costs {offer.price_per_hour}",
+                hint="top it up: a machine is rented out only to an account that can pay an hour",
+            )
+
+    def _body(self, offer: Offer, ends_at: datetime, days: int) -> dict[str, Any]:
+        job = self._handed_over()
+        text = json.dumps(job.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+        hold = {} if job.finish.hold != "auto" else {"RUNNER_HOLD_S": "0"}  # nobody looks in; the store has the logs
+        date = {DATE_VARIABLE: self._loaded.date} if "{date}" in self._loaded.written.name else {}
+        given = {name: self._env[name] for name in _PASSED_ON if self._env.get(name)}
+        secrets = (*job.secrets, *job.notify, *_STORE_SECRETS)
+        return {
+            "kind": "docker_image",
+            "machine_id": offer.id,
+            "count": offer.cards,
+            "image": job.provider.image,
+            "env": {JOB_VARIABLE: base64.b64encode(text.encode()).decode(), **hold, **date, **given},
+            "secrets": {name: self._env[name] for name in secrets if self._env.get(name)},
+            "rental_days": days,
+            "disk_gb": disk_gb(job, offer),
+            "label": self._label,
+            "restart_policy": "always",
+            "deadline_at": (ends_at + _MARGIN).isoformat(timespec="minutes"),
+            "deadline_save": {"path": WORKSPACE},
+        }
+
+    def _handed_over(self) -> Job:
+        """The job as written, so that its folders are the server's; local code goes to the store, by its content."""
+        written, here = self._loaded.written, self._job.source
+        if not isinstance(here, PathSource):
+            return written
+        name, raw = pack(Path(here.path))
+        key = f"{self._run.job}/source/{name}"
+        if self._run.store.head(key) is None:
+            self._run.store.put(key, raw)
+        return written.model_copy(update={"source": ArchiveSource(archive=f"{self._job.offload.to}/{key}")})
+
+
+def label_of(name: str) -> str:
+    """By it a run's servers are found again at the provider."""
+    return f"run:{name}"[:64]
+
+
+def _age(moment: str) -> timedelta:
+    with suppress(ValueError):
+        return datetime.now(UTC) - datetime.fromisoformat(moment)
+    return timedelta()

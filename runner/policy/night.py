@@ -1,0 +1,193 @@
+"""
+A night that is started from outside: what a cron line does next, given what the store and the
+provider say. Asked again and again; a line that is repeated rents nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from typing import Final
+
+from runner.facts import Offer, Outcome, RentedServer, ServerState
+from runner.job import Job
+from runner.policy.batch import accumulation
+from runner.policy.fleet import holders
+from runner.policy.planning import GB, disk_bytes, workload
+
+SILENCE: Final = timedelta(minutes=12)  # a machine that says nothing so long is given back within its paid minutes
+_LEAST_DISK_GB: Final = 100
+_OVER: Final = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED, Outcome.GAVE_UP, Outcome.LIMIT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Night:
+    """
+    What is seen from outside. `told_by`: the server that wrote the store's status last; the three
+    after it are that status. `outcome`: how the run ended, by the store; empty: it did not.
+    """
+
+    outcome: str = ""
+    reason: str = ""
+    rentals: tuple[RentedServer, ...] = ()  # of this run, newest first, those that are gone, too
+    refused: Collection[str] = ()  # servers that were given back
+    told_by: str = ""
+    verdict: str = ""
+    verdict_reason: str = ""
+    has_begun: bool = False
+    silent_for: timedelta = timedelta()  # since the live server was rented, while it has not told anything
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """There is nothing to rent for."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A server trains, or is about to: nothing to do until it ends."""
+
+    rental: RentedServer
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A server has not said yet whether it is fit."""
+
+    rental: RentedServer
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """A server that is not fit; the next one is rented when it is gone."""
+
+    rental: RentedServer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rent:
+    """The `number`th server of this run, counted from 1."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoMore:
+    """So many servers were no help that the next one will be none, either."""
+
+    reason: str
+
+
+Step = Over | Accepted | Watch | GiveBack | Rent | NoMore
+
+
+def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: int) -> Step:
+    """
+    `go_on`: a run that gave up or reached its limit is begun again. `rented_now`: how many servers
+    this command has rented.
+    """
+    live = next((rental for rental in night.rentals if rental.state is not ServerState.GONE), None)
+    if live is not None:
+        return _judge(live, night)
+    if night.outcome in _OVER and not (go_on and night.outcome in {Outcome.GAVE_UP, Outcome.LIMIT}):
+        return Over(Outcome(night.outcome), night.reason)
+    if rented_now >= job.provider.max_machines:
+        return NoMore(f"{rented_now} servers were rented and none trains (provider.max_machines)")
+    return Rent(len(night.rentals) + 1)
+
+
+def _judge(live: RentedServer, night: Night) -> Step:
+    if live.id in night.refused or live.state is ServerState.STOPPING:
+        return Watch(live)  # it goes
+    if night.told_by == live.id:
+        if night.verdict == "swap":
+            return GiveBack(live, night.verdict_reason or "its preflight says: swap this machine")
+        if night.has_begun:
+            return Accepted(live)
+    elif night.silent_for >= SILENCE:
+        return GiveBack(live, f"no word in the store for {SILENCE.total_seconds() / 60:.0f} minutes")
+    return Watch(live)
+
+
+# ---------------------------------------------------------------------------------- machines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a machine must have, beside what the plan says."""
+
+    cards: int | None
+    card: str | None
+    max_price: Decimal | None  # an hour, the whole machine
+    days: int
+
+
+def wish_of(job: Job, *, at_most: Decimal | None, lasts: timedelta) -> Wish:
+    """The stricter of job.yaml and the command line; whole days, with an hour to spare."""
+    prices = [price for price in (at_most, job.provider.max_price) if price is not None]
+    days = -(-(lasts + timedelta(hours=1)) // timedelta(days=1))
+    return Wish(
+        cards=None if job.cards == "all" else job.cards,
+        card=job.provider.gpu,
+        max_price=min(prices, default=None),
+        days=max(days, 1),
+    )
+
+
+def choose(job: Job, wish: Wish, offers: Sequence[Offer], *, refused: Collection[str] = ()) -> tuple[Offer, ...]:
+    """Machines that will do, the best first. `refused`: ids of machines that were given back."""
+    fitting = [offer for offer in offers if offer.id not in refused and not any(_objections(wish, offer))]
+    if job.model is None:
+        return tuple(sorted(fitting, key=lambda offer: (offer.price_per_hour, offer.id)))
+    per_card = job.batch.per_card if job.batch else 1
+    steps = accumulation(job, wish.cards) if wish.cards else 1
+    work = workload(job.model, per_card=per_card, accumulation=steps)
+    held = holders(work, fitting, keep_last=job.checkpoint.keep_last)
+    return tuple(holder.offer for holder in held if not holder.lacks)
+
+
+def why_none(job: Job, wish: Wish, offers: Sequence[Offer], *, refused: Collection[str] = ()) -> str:
+    """What is wrong with the machines there are, the fewest objections first."""
+    if not offers:
+        return "the provider offers no machine now"
+    told = [
+        (list(_objections(wish, offer)) or [_short_of(job, offer, refused)], f"{offer.cards} x {offer.name}")
+        for offer in offers
+    ]
+    objections, name = min(told, key=lambda one: len(one[0]))
+    return f"no machine of {len(offers)} will do; the nearest, {name}: {', '.join(objections)}"
+
+
+def _short_of(job: Job, offer: Offer, refused: Collection[str]) -> str:
+    if offer.id in refused:
+        return "it was given back before"
+    return "the plan says that the model does not fit (vramfarm-runner plan)" if job.model else "it was taken meanwhile"
+
+
+def _objections(wish: Wish, offer: Offer) -> Iterator[str]:
+    if not offer.available:
+        yield "taken"
+    if wish.cards is not None and offer.cards != wish.cards:
+        yield f"{offer.cards} cards, not {wish.cards} (cards)"
+    if wish.card is not None and offer.card != wish.card:
+        yield f"{offer.card}, not {wish.card} (provider.gpu)"
+    if wish.max_price is not None and offer.price_per_hour > wish.max_price:
+        yield f"{offer.price_per_hour} {offer.currency}/h, more than {wish.max_price}"
+    if offer.max_rental_days and offer.max_rental_days < wish.days:
+        yield f"rented out for {offer.max_rental_days} days at most, not {wish.days}"
+    if offer.ram_bytes < offer.card_bytes * offer.cards:
+        yield f"{offer.ram_bytes // GB} GB of memory, less than its cards have"
+
+
+def disk_gb(job: Job, offer: Offer) -> int:
+    """What to ask for: room for the checkpoints where the model is known, never more than there is."""
+    needed = _LEAST_DISK_GB
+    if job.model is not None:
+        needed = max(needed, -(-disk_bytes(workload(job.model), keep_last=job.checkpoint.keep_last) // GB))
+    return min(needed, offer.disk_bytes // GB)

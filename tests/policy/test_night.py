@@ -1,0 +1,176 @@
+"""What a cron line does next, by what the store and the provider say."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from decimal import Decimal
+
+import pytest
+
+from runner.facts import Offer, Outcome, RentedServer, ServerState
+from runner.job import Job
+from runner.policy.night import (
+    SILENCE,
+    Accepted,
+    GiveBack,
+    Night,
+    NoMore,
+    Over,
+    Rent,
+    Watch,
+    Wish,
+    choose,
+    decide_step,
+    disk_gb,
+    why_none,
+    wish_of,
+)
+
+JOB = Job.model_validate({"command": "train.py", "provider": {"max_machines": 2}})
+
+
+def server(id_: str = "srv_1", state: ServerState = ServerState.RUNNING) -> RentedServer:
+    return RentedServer(
+        id=id_,
+        state=state,
+        detail=state,
+        label="run:job",
+        machine="m_1",
+        created_at="2026-01-01T00:00:00+00:00",
+        rental_ends_at="",
+        price_per_hour=Decimal(10),
+        cost=Decimal(0),
+    )
+
+
+def offer(id_: str, price: str, cards: int = 8, **more: object) -> Offer:
+    fields = {"card": "h100", "name": "H100", "card_bytes": 80 * 10**9, "cpu_cores": 64, "disk_bytes": 10**12}
+    ram = 80 * 10**9 * cards
+    return Offer(**{"id": id_, "cards": cards, "price_per_hour": Decimal(price), "ram_bytes": ram, **fields, **more})  # type: ignore[arg-type]
+
+
+LIVE, GONE = server(), server("srv_0", ServerState.GONE)
+SWAP = {"told_by": "srv_1", "verdict": "swap", "verdict_reason": "the fabric is down"}
+
+
+@pytest.mark.parametrize(
+    ("night", "expected"),
+    [
+        pytest.param(Night(), Rent(1), id="nothing there: rent"),
+        pytest.param(Night(rentals=(GONE,)), Rent(2), id="one is gone and the run is not over: the next"),
+        pytest.param(Night(rentals=(LIVE, GONE)), Watch(LIVE), id="it has not said anything yet"),
+        pytest.param(Night(rentals=(LIVE,), told_by="srv_0", has_begun=True), Watch(LIVE), id="an earlier one's word"),
+        pytest.param(Night(rentals=(LIVE,), told_by="srv_1", has_begun=True), Accepted(LIVE), id="it trains"),
+        pytest.param(Night(rentals=(LIVE,), **SWAP), GiveBack(LIVE, "the fabric is down"), id="it is no good"),
+        pytest.param(Night(rentals=(LIVE,), refused={"srv_1"}, **SWAP), Watch(LIVE), id="it was given back, and goes"),
+        pytest.param(
+            Night(rentals=(LIVE,), silent_for=SILENCE),
+            GiveBack(LIVE, "no word in the store for 12 minutes"),
+            id="it says nothing",
+        ),
+        pytest.param(
+            Night(rentals=(server(state=ServerState.STOPPING),), silent_for=SILENCE),
+            Watch(server(state=ServerState.STOPPING)),
+            id="it stops by itself",
+        ),
+        pytest.param(
+            Night(rentals=(server(state=ServerState.UNKNOWN),)), Watch(server(state=ServerState.UNKNOWN)), id="unknown is not gone"
+        ),
+        pytest.param(Night(outcome="succeeded", reason="done"), Over(Outcome.SUCCEEDED, "done"), id="done: nothing to rent"),
+        pytest.param(Night(outcome="gave_up", reason="x"), Over(Outcome.GAVE_UP, "x"), id="a fault of the job is not paid for again"),
+        pytest.param(Night(outcome="refused"), Rent(1), id="a machine at fault: another one"),
+        pytest.param(
+            Night(rentals=(LIVE,), outcome="succeeded", told_by="srv_1"), Watch(LIVE), id="done, and its server is just going"
+        ),
+    ],
+)  # fmt: skip
+def test_the_next_step(night: Night, expected: object):
+    """
+    Nothing is rented twice, and nothing that is over is paid for.
+    """
+    assert expected == decide_step(JOB, night, go_on=False, rented_now=0)
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [("gave_up", Rent), ("limit", Rent), ("succeeded", Over)])
+def test_go_on_begins_again_what_is_not_done(outcome: str, expected: type):
+    """
+    What is done stays done.
+    """
+    assert isinstance(decide_step(JOB, Night(outcome=outcome), go_on=True, rented_now=0), expected)
+
+
+def test_machines_are_not_tried_for_ever():
+    """
+    provider.max_machines: a job that no machine is good for costs that many minimums at most.
+    """
+    assert isinstance(decide_step(JOB, Night(rentals=(GONE,)), go_on=False, rented_now=2), NoMore)
+
+
+WISH = Wish(cards=None, card=None, max_price=None, days=1)
+
+
+def test_the_cheapest_machine_that_will_do_comes_first():
+    """
+    One that was given back does not come again.
+    """
+    offers = (offer("b", "31"), offer("a", "29"), offer("c", "10", cards=2), offer("d", "5", available=False))
+
+    assert ["c", "a", "b"] == [one.id for one in choose(JOB, WISH, offers)]
+    assert ["a", "b"] == [one.id for one in choose(JOB, WISH, offers, refused={"c"})]
+    assert ["a", "b"] == [one.id for one in choose(JOB, Wish(cards=8, card=None, max_price=None, days=1), offers)]
+
+
+def test_a_machine_must_hold_the_model():
+    """
+    By the plan, not by its price.
+    """
+    job = Job.model_validate({"command": "x", "model": {"parameters": 8e9, "strategy": "fsdp_full_shard"}})
+    small = offer("small", "1", cards=1, card_bytes=24 * 10**9)
+
+    assert ["large"] == [one.id for one in choose(job, WISH, (small, offer("large", "30")))]
+    assert "the plan says" in why_none(job, WISH, (small,))
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish(cards=4, card=None, max_price=None, days=1), "8 cards, not 4 (cards)"),
+        (Wish(cards=None, card="h200", max_price=None, days=1), "h100, not h200 (provider.gpu)"),
+        (Wish(cards=None, card=None, max_price=Decimal(25), days=1), "31 EUR/h, more than 25"),
+    ],
+)
+def test_without_a_machine_the_nearest_is_named(wish: Wish, expected: str):
+    """
+    So that a person knows what to change.
+    """
+    assert () == choose(JOB, wish, (offer("b", "31"),))
+    assert f"no machine of 1 will do; the nearest, 8 x H100: {expected}" == why_none(JOB, wish, (offer("b", "31"),))
+
+
+@pytest.mark.parametrize(("hours", "days"), [(1, 1), (22, 1), (23.5, 2), (47, 2), (48, 3)])
+def test_a_rental_outlasts_the_run(hours: float, days: int):
+    """
+    By an hour at least: the end of the rental is a deadline, too.
+    """
+    assert days == wish_of(JOB, at_most=None, lasts=timedelta(hours=hours)).days
+
+
+def test_the_lower_of_two_prices_counts():
+    """
+    job.yaml's and the command line's.
+    """
+    job = Job.model_validate({"command": "x", "provider": {"max_price": 20}})
+
+    assert Decimal(20) == wish_of(job, at_most=Decimal(25), lasts=timedelta(hours=1)).max_price
+    assert Decimal(15) == wish_of(job, at_most=Decimal(15), lasts=timedelta(hours=1)).max_price
+
+
+def test_the_disk_has_room_for_the_checkpoints():
+    """
+    Of an 8B model with AdamW 112 GB each, and not more than the machine has.
+    """
+    job = Job.model_validate({"command": "x", "model": {"parameters": 8e9}})
+
+    assert 100 == disk_gb(JOB, offer("a", "1"))
+    assert disk_gb(job, offer("a", "1")) >= 4 * 112
+    assert 200 == disk_gb(job, offer("a", "1", disk_bytes=200 * 10**9))
