@@ -89,7 +89,10 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401 
 
 def check_module(module: nn.Module) -> None:
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
-        raise StateError("FullyShardedDataParallel (FSDP1) cannot be saved; use torch.distributed.fsdp.fully_shard")
+        raise StateError(
+            "FullyShardedDataParallel (FSDP1) cannot be saved: its flat parameters are read by all ranks together, "
+            "so one rank that misses a save would hang the others; use torch.distributed.fsdp.fully_shard"
+        )
 
 
 def outline(models: Mapping[str, nn.Module]) -> list[Any]:

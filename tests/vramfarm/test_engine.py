@@ -11,7 +11,7 @@ from torch import nn
 
 from vramfarm import Checkpointer, folder, memory, staging
 from vramfarm.loading import Reader
-from vramfarm.protocol import Slot, Word
+from vramfarm.protocol import Arena, Slot, Word
 from vramfarm.still import Still
 
 STEPS = 40
@@ -193,6 +193,36 @@ def test_a_state_larger_than_the_memory_for_it(tmp_path):
         reader, then = Reader(stored), history[stored.manifest.step]
         assert [] == [k for k, tensor in then.items() if not torch.equal(tensor, reader.read(k))]
         folder.remove(stored.path)
+
+
+@pytest.mark.parametrize("memory_is", ["short", "refused"])
+def test_where_there_is_no_memory_for_a_copy(tmp_path, capsys, memory_is):
+    """
+    Told from what is left, or by the saver, which could not take it: saved all the same, and said.
+    """
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path, save_interval="1h")
+    page = ckpt._seat.page
+    if memory_is == "short":
+        ckpt._available = 1000
+    deadline = time.monotonic() + 60
+    while not (ckpt._is_warm and page[Word.NUM_COMMITTED]):
+        assert time.monotonic() < deadline, page.error()
+        model(torch.randn(4, 100)).square().mean().backward()
+        optimizer.step()
+        if ckpt._is_warm and memory_is == "refused" and not ckpt._is_bounded:
+            page.put(0, Slot.ARENA_STATE, Arena.NONE)
+        if ckpt._is_warm:
+            ckpt.save()
+        ckpt.step()
+        time.sleep(0.01)
+    ckpt.finish()
+
+    said = capsys.readouterr().err
+    assert ("staging: chunked: 0.034 GB a rank, training waits" in said) == (memory_is == "short")
+    assert ("staging: chunked from now on" in said) == (memory_is == "refused")
+    assert torch.equal(model.weight, Reader(folder.committed(tmp_path)[0]).read("model.weight"))
 
 
 def steps_in(directory):
