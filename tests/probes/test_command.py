@@ -1,5 +1,6 @@
 """Programs that do not answer, and one that cannot even be killed."""
 
+import sys
 import time
 
 from runner.probes.command import ask
@@ -14,7 +15,7 @@ if os.fork() == 0:
     os.setsid()
     seized = libc.ptrace(0x4206, me, None, None)
     os.write(told, b"x" if seized == 0 else b"-")
-    time.sleep(8)
+    time.sleep(40)
     os._exit(0)
 assert os.read(ready, 1) == b"x"
 print("held", flush=True)
@@ -43,7 +44,7 @@ def test_what_was_said_before_the_end_is_kept():
     """
     A hang says where it hangs.
     """
-    answer = ask(("sh", "-c", "echo begun; exec sleep 60"), timeout_s=1.0)
+    answer = ask(("sh", "-c", "echo begun; exec sleep 60"), timeout_s=4.0)
 
     assert (None, "begun\n") == (answer.code, answer.out)
 
@@ -52,11 +53,9 @@ def test_a_program_that_cannot_be_killed_is_left_behind():
     """
     `nvidia-smi` on a lost card hangs in the kernel: SIGKILL does nothing until the card answers, which is never.
     """
-    import sys  # noqa: PLC0415
-
     started = time.monotonic()
 
-    answer = ask((sys.executable, "-c", UNKILLABLE), timeout_s=2.5)
+    answer = ask((sys.executable, "-c", UNKILLABLE), timeout_s=8)
 
     assert (None, "held\n") == (answer.code, answer.out)
-    assert time.monotonic() - started < 7
+    assert time.monotonic() - started < 30
