@@ -59,7 +59,7 @@ from runner.policy.batch import accumulation
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
 from runner.policy.lease import Pace, may_write
-from runner.policy.lifecycle import ALL_OUTPUTS, WRITERS, Wait
+from runner.policy.lifecycle import ALL_OUTPUTS, Wait
 from runner.policy.limits import ends
 from runner.policy.preflight import decide_verdict, share_cores
 from runner.policy.straggler import Lags, straggler, watch_lags
@@ -201,9 +201,9 @@ class RealWorld:
         self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
 
     def close(self) -> None:
-        """What writes to the store ends, it gets a last word, and then the lease is given back."""
+        """All slow work ends, the store gets a last word, and then the lease is given back."""
         tasks = self._board.states(self._clock.now())
-        for kind in WRITERS:
+        for kind in set(TaskKind) - {TaskKind.LEASE, TaskKind.NOTIFY}:  # a message has its own short limit
             self._board.end(kind)
         if self._has_last_words(tasks):
             self.begin(TaskKind.PUBLISH, "last words")

@@ -36,8 +36,8 @@ from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.batch import Uneven, split_batch
+from runner.policy.guard import PAID_ANYWAY
 from runner.policy.lifecycle import End
-from runner.policy.money import MINIMUM_MINUTES
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
@@ -51,7 +51,6 @@ NOTIFY_VARIABLE: Final = "RUNNER_NOTIFY_URL"
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
 _LAST_MINUTE: Final = timedelta(minutes=1)
-_PAID_ANYWAY: Final = timedelta(minutes=MINIMUM_MINUTES)
 _IDENTITY: Final = ("command", "launcher", "framework", "source", "model", "batch")
 
 
@@ -300,8 +299,9 @@ def _digest(value: object) -> str:
 
 
 def _tell_deadline(job: Job, folder: RunFolder, setting: Setting, lifeline: Lifeline, at: datetime) -> None:
-    soon = datetime.now(UTC) + _LAST_MINUTE
-    if setting.server is None or (setting.paid_from and soon <= setting.paid_from + _PAID_ANYWAY):
+    soon, server = datetime.now(UTC) + _LAST_MINUTE, setting.server
+    paid = PAID_ANYWAY.get(server.provider, timedelta()) if server else timedelta()
+    if server is None or (setting.paid_from and soon <= setting.paid_from + paid):
         at = max(at, soon)  # it costs nothing: let the runner say what happened, and not be ended in the middle of it
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder
     lifeline.deadline(at, run=str(folder.root), keep=keep, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
