@@ -595,11 +595,17 @@ def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
     return (
         _end_stuck(seen)
         or _know_the_store(job, history, seen)
+        or _announce(job, history, seen)
         or _look_ahead(seen)
         or _judge_machine(job, seen)
         or _bring_in(job, seen)
         or _keep_house(job, history, seen)
     )
+
+
+def _announce(job: Job, history: History, seen: Observed) -> Action | None:
+    """A machine that vanishes in its first minutes was paid for, too."""
+    return None if history.attempts else _publish_now_and_then(job, history, seen)
 
 
 def _look_ahead(seen: Observed) -> Action | None:
@@ -629,11 +635,11 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
         return None
     if seen.offsite is None:
         return _wait_for_lease(job, seen) or _wait_for_store(job, seen)
-    if seen.ledger is not None and seen.machine != history.machine:
-        return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
     if seen.other_job and not history.attempts:
         hint = "give the job another name, or pass --accept-change to go on with the change"
         return _refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
+    if seen.ledger is not None and seen.machine != history.machine:
+        return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
     elsewhere = seen.concluded_elsewhere
     over = elsewhere and elsewhere.outcome in _OVER_EVERYWHERE
     if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:

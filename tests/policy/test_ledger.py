@@ -6,9 +6,10 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine, Server
+from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine, Observed, Server, TaskKind
 from runner.job import Job, Limits
 from runner.policy.ledger import cost, describe_machine, dump, merge, parse, sum_up
+from runner.policy.lifecycle import Begin, Join, decide
 from runner.policy.limits import deadline, ends
 from runner.policy.money import affordable
 from runner.storage import journal as events
@@ -189,3 +190,17 @@ def test_an_entry_says_what_it_cost():
     entry = describe_machine(history, machine("a"), START + 2 * HOUR)
 
     assert (Decimal("24.00"), START) == (cost(entry), entry.opened_at)
+
+
+def test_a_machine_says_that_it_came_before_it_does_anything_else():
+    """
+    It joins once it knows that this is its job, and never writes into another one's history.
+    """
+    job = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
+    seen = Observed(now=START, boot_id="b", life="l", machine="me", ledger=(machine("a", 1),), offsite=())
+    new = History(accepted_at=START, opened_at=START)
+    joined = replace(new, machine="me", earlier=sum_up(seen.ledger, but="me"))
+
+    assert Join("me", sum_up(seen.ledger, but="me")) == decide(job, new, seen)
+    assert Begin(TaskKind.PUBLISH, "joined, 0") == decide(job, joined, seen)
+    assert 2 == decide(job, new, replace(seen, other_job="command: there a, here b")).code
