@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 
 from runner.facts import (
     Attempt,
+    Conclusion,
     Diagnosis,
     Earlier,
     Ending,
@@ -844,7 +845,7 @@ def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
     if job.offload.to is None:
         return _tidy(job, history, seen)
     assert history.conclusion is not None
-    late = history.conclusion.at + STORE_PATIENCE
+    late = _patience_ends(history.conclusion, seen)
     deadline_near = seen.deadline_at is not None and seen.now >= seen.deadline_at - timedelta(seconds=20)
     if deadline_near:
         return None
@@ -889,16 +890,23 @@ def _publish(history: History, seen: Observed) -> Action | None:
     return _try(TaskKind.PUBLISH, f"{history.conclusion.outcome}", history, seen, wanted=ours)
 
 
+def _patience_ends(conclusion: Conclusion, seen: Observed) -> datetime:
+    """An outage has its half hour, whenever after the end it begins; all that it holds up has the same one."""
+    states = [seen.tasks.get(kind) for kind in (*WRITERS, TaskKind.VERIFY, TaskKind.LEASE)]
+    since = [state.since or state.at for state in states if isinstance(state, Failed) and not state.final]
+    return max(conclusion.at, min(since, default=conclusion.at)) + STORE_PATIENCE
+
+
 def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, wanted: bool) -> Action | None:
     """Begin it, wait for it, try it again while there is patience; None when it is done or hopeless."""
     assert history.conclusion is not None
     state = seen.tasks.get(kind)
     if _is_stuck(kind, seen):
-        return _end_stuck(seen) if seen.now < history.conclusion.at + STORE_PATIENCE else None
+        return _end_stuck(seen) if seen.now < _patience_ends(history.conclusion, seen) else None
     if not wanted or (isinstance(state, Finished) and state.subject == subject):
         return None
     if isinstance(state, Failed) and state.subject == subject:
-        if state.final or seen.now >= history.conclusion.at + STORE_PATIENCE:
+        if state.final or seen.now >= _patience_ends(history.conclusion, seen):
             return None
         return _begin(kind, subject, seen) or Wait(retry_at(state))
     return _begin(kind, subject, seen) or Wait()

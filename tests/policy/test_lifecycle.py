@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from runner.facts import (
@@ -484,6 +484,9 @@ def test_power_loss_after_every_operation(tmp_path, loss):
     losses=st.lists(st.tuples(st.integers(0, 120), st.sampled_from([None, *Loss]), st.booleans()), max_size=4),
     sigterms=st.sets(st.integers(1, 40), max_size=3),
     down=st.none() | st.tuples(st.integers(0, 20), st.integers(1, 25)),
+)
+@example(  # an outage that begins late after the end has its half hour, too
+    crashes={1: 100}, losses=[(3, None, False), (1, None, False), (0, None, False)], sigterms={1, 13, 15}, down=(17, 23)
 )
 def test_whatever_happens_the_server_stops_and_nothing_is_lost(tmp_path, crashes, losses, sigterms, down):
     """
