@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import RunnerError
 from runner.facts import Checkpoint, Conclusion, Finished, History, Observed, Running, TaskKind
+from runner.folder import RunFolder
 from runner.job import Job
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import (
@@ -34,14 +35,17 @@ from runner.policy.lifecycle import (
     decide,
 )
 from runner.policy.limits import deadline
+from runner.results import parse_conclusion
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.supervise import attempt as attempts
 from runner.words import describe, span
-from runner.world import RunFolder, parse_conclusion
 
 _MOST_STEPS: Final = 20  # an honest foresight is short; a loop of it would be a fault
+_FAR: Final = datetime.max.replace(tzinfo=UTC) - timedelta(
+    days=1
+)  # no wait that is foreseen makes slow work look stuck
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -84,7 +88,7 @@ def _look(job: Job, folder: RunFolder, history: History, num_procs: int, *, ask_
         stop_requested=folder.stop.exists(),
         deadline_at=deadline(job.limits, history.opened_at or now, None),
         # what is uploaded and tidied beside the run decides nothing of it
-        tasks={kind: Running(subject="", started_at=now) for kind in (TaskKind.UPLOAD, TaskKind.TIDY)},
+        tasks=dict.fromkeys((TaskKind.UPLOAD, TaskKind.TIDY), Running(subject="", started_at=now, moved_at=_FAR)),
     )
     if history.attempts and history.attempts[-1].ending is None:
         at = folder.attempt(history.attempts[-1].number)

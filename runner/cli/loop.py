@@ -32,6 +32,7 @@ from runner.cli.telling import Teller
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import Server
+from runner.folder import RunFolder
 from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
@@ -44,7 +45,7 @@ from runner.storage import journal as events
 from runner.storage.disk import Disk, write_durable
 from runner.storage.journal import Journal
 from runner.words import Surroundings
-from runner.world import RealWorld, RunFolder, Setting, identify_holder
+from runner.world import RealWorld, Setting, identify_holder
 
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
 NOTIFY_VARIABLE: Final = "RUNNER_NOTIFY_URL"

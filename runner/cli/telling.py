@@ -15,6 +15,7 @@ from typing import Final
 import structlog
 
 from runner.facts import History, Observed
+from runner.folder import RunFolder
 from runner.job import Job
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import Accept, Action, End, Launch, Wait
@@ -34,7 +35,6 @@ from runner.words import (
     still_running,
     tell_end,
 )
-from runner.world import RunFolder
 
 _EARLY: Final = timedelta(seconds=5)
 _LATE: Final = timedelta(seconds=30)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from runner.facts import Finished, TaskKind
-from runner.world import _StoreView
+from runner.results import StoreView
 
 SCRIPT = """\
 #!/bin/sh
@@ -66,7 +66,7 @@ def test_the_batch_of_the_job_in_the_store_is_known(batch, expected):
     """
     What another machine trained with; 0 where that makes no sense.
     """
-    view = _StoreView()
+    view = StoreView()
     result = {"job": {"identity": {"batch": batch}}}
     view.learn({TaskKind.SURVEY: Finished(subject="store", at=datetime.now(UTC), result=result)})
 

@@ -1,0 +1,165 @@
+"""What slow work answered, as facts: JSON of tasks in, and what this life knows of machine, lease and store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from runner.facts import (
+    Checkpoint,
+    Conclusion,
+    Failed,
+    Finding,
+    Finished,
+    Lease,
+    LeaseState,
+    Machine,
+    Outcome,
+    Preflight,
+    Running,
+    Severity,
+    TaskKind,
+    TaskState,
+)
+from runner.policy import ledger
+from runner.policy.lease import Pace, may_write
+from runner.policy.preflight import decide_verdict
+from runner.supervise import process
+from vramfarm.protocol import Ref
+
+
+class Checked:
+    """What preflight found in this life, part by part."""
+
+    def __init__(self, *, users: frozenset[str]) -> None:
+        self.verdict: Preflight | None = None
+        self._users = users
+        self._known: TaskState = None
+
+    def learn(self, state: TaskState) -> None:
+        if state is self._known or not isinstance(state, Finished | Failed):
+            return
+        self._known = state
+        before = self.verdict.findings if self.verdict else ()
+        self.verdict = decide_verdict((*before, *_findings(state)), users=self._users)
+
+
+def _findings(state: Finished | Failed) -> tuple[Finding, ...]:
+    """A task that died has found nothing out: that is said, and refuses nothing."""
+    if isinstance(state, Failed):
+        message = f"not checked: {state.error}"
+        return (Finding(name="time_limit", severity=Severity.WARN, message=message),)
+    return tuple(parse_finding(fields) for fields in state.result.get("findings", ()))
+
+
+def parse_finding(fields: Mapping[str, Any]) -> Finding:
+    """The inverse of `dataclasses.asdict`, after JSON."""
+    return Finding(**{**fields, "severity": Severity(fields["severity"])})
+
+
+class StoreView:
+    """What tasks told of the store in this life."""
+
+    def __init__(self) -> None:
+        self.checkpoints: tuple[Checkpoint, ...] | None = None
+        self.conclusion: Conclusion | None = None
+        self.unusable: set[str] = set()
+        self.job: Mapping[str, Any] = {}
+        self.ledger: tuple[Machine, ...] | None = None
+        self.abilities: Mapping[str, Any] | None = None
+        self.last_upload_s = 0.0
+        self._known: dict[TaskKind, TaskState] = {}
+
+    def learn(self, tasks: Mapping[TaskKind, TaskState]) -> None:
+        for kind, state in tasks.items():
+            if state is self._known.get(kind) or state == self._known.get(kind):
+                continue
+            if isinstance(state, Finished):
+                self._finished(kind, state, self._known.get(kind))
+            elif isinstance(state, Failed) and kind is TaskKind.RESTORE and state.damaged:
+                self.unusable.add(state.subject)
+            self._known[kind] = state
+
+    def global_batch(self) -> int:
+        """Of the job that is there; 0 where it has none, or makes no sense."""
+        batch = self.job.get("batch")
+        samples = batch.get("global") if isinstance(batch, Mapping) else 0
+        return samples if isinstance(samples, int) else 0
+
+    def _finished(self, kind: TaskKind, state: Finished, before: TaskState) -> None:
+        started = getattr(before, "started_at", None)
+        if kind is TaskKind.UPLOAD and started:
+            self.last_upload_s = (state.at - started).total_seconds()
+        if "checkpoints" in state.result:
+            self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
+        if kind is TaskKind.SURVEY:
+            self.ledger = ledger.parse(state.result.get("ledger"))
+            self.job = (state.result.get("job") or {}).get("identity") or {}
+            self.abilities = state.result.get("abilities")
+        if state.result.get("outcome"):
+            self.conclusion = parse_conclusion(state.result["outcome"])
+
+
+class LeaseView:
+    """What the keeper told, and for how long it holds."""
+
+    def __init__(self, *, is_needed: bool) -> None:
+        self._is_needed = is_needed
+        self._told: Mapping[str, Any] = {"state": LeaseState.UNKNOWN if is_needed else LeaseState.NOT_NEEDED}
+        self._renewed_s: float | None = None
+
+    def look(self, task: TaskState) -> Lease:
+        trouble = ""
+        if isinstance(task, Running):
+            self._learn(task.told)
+            trouble = task.note
+        elif isinstance(task, Finished):
+            self._learn(task.result.get("told", {}))
+        elif isinstance(task, Failed):
+            trouble = task.error
+        state = LeaseState(self._told["state"])
+        if self._renewed_s is not None and state in {LeaseState.HELD, LeaseState.UNKNOWN}:
+            is_fresh = may_write(self._renewed_s, process.boot_time_s(), Pace())
+            state = LeaseState.HELD if is_fresh else LeaseState.LAPSED
+        told = self._told
+        return Lease(
+            state=state,
+            fence=int(told.get("fence", 0)),
+            who=str(told.get("who", ""))[:200],
+            until=str(told.get("until", ""))[:40],
+            trouble=trouble,
+        )
+
+    def _learn(self, told: Mapping[str, Any]) -> None:
+        if told.get("state"):
+            self._told = told
+        if told.get("renewed_s") is not None:
+            self._renewed_s = float(told["renewed_s"])
+
+
+def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
+    """The inverse of `dump_checkpoint`, which the tasks use."""
+    return Checkpoint(
+        ref=Ref(**fields["ref"]),
+        size_bytes=fields["size_bytes"],
+        world_size=fields["world_size"],
+        written_at=datetime.fromisoformat(fields["written_at"]),
+        framework=fields["framework"],
+    )
+
+
+def dump_conclusion(conclusion: Conclusion) -> dict[str, str]:
+    """`outcome.json` of the store; `parse_conclusion` reads it."""
+    return {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": conclusion.at.isoformat()}
+
+
+def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
+    with suppress(KeyError, ValueError, TypeError):  # of a newer runner, or not ours: nothing to go by
+        return Conclusion(
+            outcome=Outcome(fields["outcome"]),
+            reason=str(fields["reason"])[:500],
+            at=datetime.fromisoformat(fields["at"]),
+        )
+    return None

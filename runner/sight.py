@@ -1,0 +1,269 @@
+"""
+What can be seen of the attempt that runs, or has just ended: its processes, its control page, what
+a framework saved, what its logs take. Looked at anew each turn; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from runner.adapters.frameworks import Save, get_framework
+from runner.facts import (
+    Attempt,
+    Diagnosis,
+    Exit,
+    Hang,
+    Live,
+    Observed,
+    Progress,
+)
+from runner.folder import RunFolder
+from runner.job import GuardPolicy, HangPolicy, Job
+from runner.policy import ledger
+from runner.policy.divergence import LossWatch, divergence, watch_loss
+from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
+from runner.policy.straggler import Lags, straggler, watch_lags
+from runner.supervise import attempt as attempts
+from runner.supervise import page as pages
+from runner.supervise.cards import Cards
+from runner.supervise.clock import Clock
+from runner.supervise.page import ProgressReader
+from runner.supervise.pulse import PulseReader
+from runner.supervise.saves import are_written
+from runner.supervise.triage import first_error
+from runner.supervise.trim import stored_bytes, trim
+from vramfarm.protocol import ControlPage, Word
+
+_SUSPICIOUS_S: Final = 30.0
+_LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
+_SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
+_FIND_EVERY: Final = timedelta(seconds=2)
+_NS: Final = 1e-9
+
+
+class AttemptSight:
+    """What can be seen of the attempt that runs, or has just ended."""
+
+    def __init__(self, folder: RunFolder, hangs: HangWatch, guard: GuardPolicy, clock: Clock) -> None:
+        self._folder, self._clock = folder, clock
+        self._hangs = hangs
+        self._guard, self._loss = guard, LossWatch()
+        self.attempt: Attempt | None = None
+        self._reader: ProgressReader | None = None
+        self._progress = Progress()
+        self._save_s = 0.0
+        self._leave_sent_at: datetime | None = None
+        self._first_step_at: datetime | None = None
+        self._gone_at: datetime | None = None
+        self._exit_seen_at: datetime | None = None
+        self._found: Live | None = None
+        self._found_at = datetime.min.replace(tzinfo=UTC)
+        self._told: tuple[Exit | None, Diagnosis] | None = None  # how it ended, its first error
+
+    def look(self, seen: Observed, attempt: Attempt) -> Observed:
+        if self.attempt is None or self.attempt.number != attempt.number:
+            self.forget()
+            self.attempt = attempt
+        folder = self._folder.attempt(attempt.number)
+        live = self._live(attempt.id, folder, seen.now)
+        exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
+        self._read_page(seen.now)
+        is_known = exit_ is not None and (exit_.code is not None or attempts.is_unwatched(folder))
+        seen_exit = exit_ if live is None or is_known else None
+        self._exit_seen_at = (self._exit_seen_at or seen.now) if seen_exit else None
+        self._gone_at = (self._gone_at or seen.now) if live and not live.trainers else None
+        trains = live is not None and live.trainers and seen_exit is None and self._leave_sent_at is None
+        page = self._reader.page if self._reader else None
+        hang = self._hangs.look(attempt, live, page, self._save_s) if trains and live else None
+        return replace(
+            seen,
+            live=live,
+            exit=seen_exit,
+            exit_seen_at=self._exit_seen_at,
+            end=attempts.read_end(folder),
+            diagnosis=self._diagnose(folder, exit_) if live is None else None,
+            progress=self._progress,
+            hang=hang,
+            straggler=self._hangs.straggler,
+            divergence=divergence(self._loss) if live and self._guard.nan_patience else None,
+            leave_sent_at=self._leave_sent_at,
+            trainers_gone_at=self._gone_at,
+            last_save_s=self._save_s,
+            first_step_at=self._first_step_at,
+        )
+
+    def _live(self, attempt_id: str, folder: Path, now: datetime) -> Live | None:
+        """
+        Who lives. All of /proc is read for it, which is most of what supervision costs: in between
+        it is enough that the shim lives, because then the attempt does.
+        """
+        if self._found is None or now - self._found_at >= _FIND_EVERY or not attempts.is_watched(folder):
+            self._found, self._found_at = attempts.live(attempt_id), now
+        return self._found
+
+    def _diagnose(self, folder: Path, exit_: Exit | None) -> Diagnosis | None:
+        """Logs may be large: they are read once, when the last process of an attempt that failed is gone."""
+        if exit_ is not None and exit_.code == 0:
+            return None
+        if self._told is None or self._told[0] != exit_:
+            self._told = (exit_, first_error(folder, exit_ or Exit(code=None)))
+        return self._told[1]
+
+    def _read_page(self, now: datetime) -> None:
+        assert self.attempt is not None
+        if self._reader is None:
+            page = pages.find(self._folder.root, self.attempt.id)
+            self._reader = ProgressReader(page) if page else None
+        if self._reader is None:
+            return
+        page = self._reader.page
+        self._progress = self._reader.read()
+        self._loss = watch_loss(self._loss, self._progress, self._guard)
+        self._save_s = page[Word.SAVE_NS] * _NS
+        began_at = self.attempt.resume.step if self.attempt.resume else 0
+        if self._progress.step > began_at:
+            self._first_step_at = self._first_step_at or now
+        if pages.leave_requested(page):
+            self._leave_sent_at = self._leave_sent_at or now
+
+    def running(self) -> ledger.Running:
+        return ledger.Running(step=self._progress.step, first_step_at=self._first_step_at)
+
+    def interrupt(self) -> None:
+        """Ask through the page; where there is none there is nobody who could save."""
+        if self._reader is not None:
+            pages.request_leave(self._reader.page)
+        self._leave_sent_at = self._clock.now()
+
+    def identity(self) -> dict[str, int]:
+        """What a checkpoint has to say of its attempt."""
+        return {"number": self.attempt.number, "lineage": self.attempt.lineage} if self.attempt else {}
+
+    def forget(self) -> None:
+        self._hangs.forget()
+        self.__init__(self._folder, self._hangs, self._guard, self._clock)  # type: ignore[misc]  # as new
+
+    @property
+    def hang(self) -> Hang | None:
+        return self._hangs.hang
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._hangs.ranks
+
+
+class HangWatch:
+    """Looks for signs of life every few seconds, and has them judged."""
+
+    def __init__(self, policy: HangPolicy, folder: RunFolder) -> None:
+        self._policy, self._patience, self._folder = policy, Patience(), folder
+        self._cards = Cards()
+        self.forget()
+
+    def forget(self) -> None:
+        self._reader: PulseReader | None = None
+        self._watch = Watch()
+        self._lags = Lags()
+        self.straggler = ""
+        self._next_s = 0.0
+        self.hang: Hang | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank.pid for rank in self._watch.last.ranks) if self._watch.last else ()
+
+    def look(self, attempt: Attempt, live: Live, page: ControlPage | None, last_save_s: float) -> Hang | None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return self.hang
+        if self._reader is None:
+            self._reader = PulseReader(self._folder.attempt(attempt.number), self._cards)
+        limit = limit_s(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        since = self._watch.clock_s - self._watch.moved_s
+        pulse = self._reader.read(live, page, closely=since >= max(limit / 2, _SUSPICIOUS_S))
+        self._watch = watch(self._watch, pulse, self._patience)
+        self._lags = watch_lags(self._lags, pulse)
+        self.straggler = straggler(self._lags)
+        self.hang = judge(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        self._next_s = now_s + look_every_s(self._policy)
+        return self.hang
+
+
+class Saves:
+    """What a framework saves by itself, in a folder of its own."""
+
+    def __init__(self, job: Job, num_procs: int) -> None:
+        self._framework, self._folder = get_framework(job), Path(job.checkpoint.watch)
+        self._num_procs = num_procs
+        self._looked_at = datetime.min.replace(tzinfo=UTC)
+        self._candidate, self._ready = "", ""
+
+    def ready(self, now: datetime, attempt: Attempt, live: Live | None) -> str:
+        """The newest complete save of the attempt: the same in two looks, and no process that could write to it."""
+        if self._framework.uses_library or (live and now - self._looked_at < _LOOK_AT_SAVES_EVERY):
+            return self._ready
+        self._looked_at = now
+        newest = self._newest(attempt)
+        before, self._candidate = self._candidate, newest.id if newest else ""
+        if newest and (live is None or (before == newest.id and not _is_written(live, newest))):
+            self._ready = newest.id
+        return self._ready
+
+    def _newest(self, attempt: Attempt) -> Save | None:
+        launched_ns = attempt.launched_at.timestamp() / _NS
+        saves = self._framework.saves(self._folder, self._num_procs)
+        own = [save for save in saves if save.complete and save.stamp >= launched_ns]
+        return max(own, key=lambda save: save.stamp, default=None)
+
+    def put_aside(self, attempt: Attempt) -> None:
+        """
+        What lies beyond the checkpoint that this attempt resumes from, and what never became whole:
+        a framework that looks for the highest number would take it, or keep it and delete newer ones.
+        """
+        self._candidate = self._ready = ""
+        if self._framework.uses_library:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        step = attempt.resume.step if attempt.resume else 0
+        saves = self._framework.saves(self._folder, self._num_procs)
+        for save in saves:
+            if not save.complete or (save.step is not None and save.step > step):
+                self._move(save, self._folder / f".aside-before-attempt-{attempt.number:04d}")
+
+    def _move(self, save: Save, aside: Path) -> None:
+        aside.mkdir(exist_ok=True)
+        inside = {self._folder / Path(name).parts[0] for name in save.files}
+        for path in inside if save.root == self._folder else {save.root}:
+            with suppress(OSError):
+                path.rename(aside / path.name)
+
+
+def _is_written(live: Live, save: Save) -> bool:
+    return are_written(live.trainers, (save.root / name for name in save.files))
+
+
+class Logs:
+    """What logs take on the disk, looked at now and then."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._size = 0
+        self._sized_at = datetime.min.replace(tzinfo=UTC)
+        self.error = ""
+
+    def size(self, now: datetime) -> int:
+        if now - self._sized_at >= _SIZE_LOGS_EVERY and not self.error:
+            self._size, self._sized_at = stored_bytes(self._folder), now
+        return self._size
+
+    def trim(self, max_bytes: int) -> None:
+        self._size = 0  # until it is looked at again
+        try:
+            trim(self._folder, max_bytes)
+        except OSError as error:
+            self.error = error.strerror or str(error)
