@@ -26,6 +26,7 @@ class Checkpoint:
     world_size: int
     written_at: datetime
     framework: str = "vramfarm"
+    origin: str = ""  # the checkpoint of another run that this is a copy of
 
 
 # -------------------------------------------------------------------------------- attempts
@@ -94,6 +95,7 @@ class Attempt:
     global_batch: int = 0  # samples a step, where job.yaml says it
     steps_per_s: float = 0.0  # at its end
     first_step_at: datetime | None = None  # None: none was seen by a runner
+    origin: str = ""  # the checkpoint of another run that `resume` is a copy of
 
 
 class Outcome(StrEnum):
@@ -151,7 +153,6 @@ class History:
     """The journal, folded. Only what the world cannot be asked again."""
 
     accepted_at: datetime | None = None
-    job_digest: str = ""
     attempts: tuple[Attempt, ...] = ()
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
     distrusted: tuple[tuple[int, int], ...] = ()  # attempt and step: its checkpoints from there on are not resumed from
@@ -184,6 +185,7 @@ class TaskKind(StrEnum):
     COMMIT = "commit"  # what a framework saved by itself becomes a checkpoint of ours
     UPLOAD = "upload"  # one checkpoint, shards first, manifest last, confirmed by the store
     OUTPUTS = "outputs"  # copy folders that the job writes, what changed in them
+    FORK = "fork"  # one checkpoint of another run to this disk, verified, committed as the first of this run
     RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
     TIDY = "tidy"  # remote retention
@@ -223,6 +225,7 @@ class Failed:
     hint: str = ""
     since: datetime | None = None  # first of these failures
     damaged: bool = False  # the bytes at the source do not match their manifest
+    exit_code: int = 1  # of the error, in `errors.py`
 
 
 TaskState = Running | Finished | Failed | None

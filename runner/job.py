@@ -33,6 +33,8 @@ from pydantic import (
     model_validator,
 )
 
+from vramfarm.protocol import is_name
+
 # ------------------------------------------------------------------- durations, sizes, money
 
 _DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -280,12 +282,38 @@ class CheckpointPolicy(Model):
         default=2, ge=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
     )
     resume: str = Field(
-        default="auto", description="`auto`: the newest that verifies. `never`: start over. Or a path or URL."
+        default="auto",
+        description="`auto`: the newest that verifies. `never`: start over. Or where this run begins as long as it has no checkpoint of its own: one of another run (a folder, or `s3://bucket/runs/NAME/checkpoints/step-…`), or another run's newest (its folder, or `s3://bucket/runs/NAME`).",
     )
     staging: Literal["auto", "full", "chunked"] = Field(
         default="auto",
         description="Memory for a save: `full`, one copy of the state, that training does not wait for; `chunked`, 32 MB a rank, and training waits while it is written. `auto`: full where there is enough.",
     )
+
+    @field_validator("resume")
+    @classmethod
+    def _a_place(cls, value: str) -> str:
+        place = _PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)
+        if "://" in value:
+            split_address(place)
+        elif not value:
+            msg = "must be auto, never, a folder or an address, got nothing"
+            raise ValueError(msg)
+        return value if value == "/" else value.rstrip("/")
+
+
+def split_address(address: str) -> tuple[str, str, str]:
+    """(store, run's name, checkpoint's name or nothing) of `STORE/NAME` or `STORE/NAME/checkpoints/step-…`; or `ValueError`."""
+    parts = urlsplit(address)
+    is_store = (parts.scheme == "s3" and parts.netloc) or (parts.scheme, parts.netloc) == ("file", "")
+    scheme, _, rest = address.partition("://")
+    words = rest.rstrip("/").split("/")
+    checkpoint = words[-1] if is_name(words[-1]) else ""
+    words = words[:-2] if checkpoint and words[-2:-1] == ["checkpoints"] else words
+    if not is_store or len(words) < 2 or not words[-1]:  # noqa: PLR2004  # a store and a run
+        msg = f"must be a run in its store: s3://bucket/prefix/NAME or file:///folder/NAME, got {address!r}"
+        raise ValueError(msg)
+    return f"{scheme}://{'/'.join(words[:-1])}", words[-1], checkpoint
 
 
 class OffloadPolicy(Model):
@@ -574,6 +602,9 @@ class Job(Model):
             filled = put(text)
             return f"file://{posixpath.normpath(filled[7:])}" if filled.startswith("file://") else filled
 
+        def place(text: str) -> str:
+            return text if text in {"auto", "never"} else address(text) if "://" in text else folder(text)
+
         source = self.source
         if isinstance(source, PathSource):
             source = source.model_copy(update={"path": folder(source.path)})
@@ -598,7 +629,11 @@ class Job(Model):
                 "outputs": tuple(map(folder, self.outputs)),
                 "env": {k: put(v) for k, v in self.env.items()},
                 "checkpoint": self.checkpoint.model_copy(
-                    update={"dir": folder(self.checkpoint.dir), "watch": folder(self.checkpoint.watch)}
+                    update={
+                        "dir": folder(self.checkpoint.dir),
+                        "watch": folder(self.checkpoint.watch),
+                        "resume": place(self.checkpoint.resume),
+                    }
                 ),
                 "offload": self.offload.model_copy(
                     update={"to": None if self.offload.to is None else address(self.offload.to)}

@@ -37,7 +37,6 @@ class World(Protocol):
     """Everything that is not a decision."""
 
     def observe(self, history: History) -> Observed: ...
-    def digest(self) -> str: ...
     def new_id(self) -> str: ...
     def begin(self, kind: TaskKind, subject: str) -> None: ...
     def cease(self, kind: TaskKind) -> None: ...
@@ -85,7 +84,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
     """Write down what cannot be observed again, then act."""
     match action:
         case Accept():
-            journal.append(events.accepted(world.digest(), seen.now))
+            journal.append(events.accepted(seen.now))
         case Begin(kind=kind, subject=subject):
             world.begin(kind, subject)
         case Join(machine=machine, earlier=earlier):
@@ -145,6 +144,7 @@ def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:
         number=launch.number,
         id=world.new_id(),
         resume=launch.resume,
+        origin=launch.origin,
         lineage=launch.lineage,
         boot_id=seen.boot_id,
         launched_at=seen.now,

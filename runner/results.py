@@ -147,6 +147,7 @@ def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
         world_size=fields["world_size"],
         written_at=datetime.fromisoformat(fields["written_at"]),
         framework=fields["framework"],
+        origin=fields.get("origin", ""),
     )
 
 

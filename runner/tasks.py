@@ -34,6 +34,7 @@ from runner.policy.lifecycle import CODE, MACHINE, WRITERS
 from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.report import gather_store, page
+from runner.storage import forking
 from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -69,7 +70,7 @@ def main() -> int:
     except OffsiteError as error:
         return _fail(str(error), hint=error.hint, final=error.final, damaged=getattr(error, "damaged", False))
     except RunnerError as error:
-        return _fail(str(error), hint=error.hint, final=getattr(error, "final", True))
+        return _fail(str(error), hint=error.hint, final=getattr(error, "final", True), exit_code=error.exit_code)
     except OSError as error:
         return _fail(f"{error.filename or 'disk'}: {error.strerror or error}", hint="", final=False)
     _say({"result": result})
@@ -83,8 +84,8 @@ def _end_with(runner: int) -> None:
     os._exit(1)
 
 
-def _fail(error: str, *, hint: str, final: bool, damaged: bool = False) -> int:
-    _say({"error": error, "hint": hint, "final": final, "damaged": damaged})
+def _fail(error: str, *, hint: str, final: bool, damaged: bool = False, exit_code: int = 1) -> int:
+    _say({"error": error, "hint": hint, "final": final, "damaged": damaged, "exit_code": exit_code})
     return 1
 
 
@@ -269,6 +270,30 @@ def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     return {"summary": f"{checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"}
 
 
+def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """Endpoint and credentials are those of `offload`, as they are for data."""
+    job = Job.model_validate(arguments["spec"])
+    lineage, _, place = arguments["subject"].partition(" ")
+
+    def open_at(address: str) -> Store:
+        return open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": address}), os.environ)
+
+    started = time.monotonic()
+    forked = forking.fork(
+        place,
+        open_at,
+        _directory(arguments),
+        job=job.name,
+        framework=framework_name(job),
+        lineage=int(lineage),
+        progress=progress,
+    )
+    took = time.monotonic() - started
+    older = f"; newer ones are damaged: {'; '.join(forked.damaged)}" if forked.damaged else ""
+    moved = f"{forked.checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"
+    return {"summary": f"{forked.checkpoint.ref.name} is a copy of {forked.checkpoint.origin}: {moved}{older}"}
+
+
 def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "comparing")
     store = _store(arguments)
@@ -374,6 +399,7 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
     TaskKind.SURVEY: survey,
     TaskKind.COMMIT: commit,
     TaskKind.UPLOAD: upload,
+    TaskKind.FORK: fork,
     TaskKind.RESTORE: restore,
     TaskKind.PUBLISH: publish,
     TaskKind.NOTIFY: tell,

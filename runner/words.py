@@ -167,6 +167,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return "bring the source and run the set-up"
         case Begin(kind=TaskKind.RESTORE, subject=name):
             return f"restore {name} from the store: this disk does not have it"
+        case Begin(kind=TaskKind.FORK, subject=subject):
+            return f"fork from {subject.partition(' ')[2]} (checkpoint.resume): this run has no checkpoint of its own"
         case Begin(kind=TaskKind.VERIFY, subject=name):
             return f"verify {name} in the store: sizes and checksums, as the store reports them"
         case Begin(kind=TaskKind.EVIDENCE, subject=name):
@@ -191,7 +193,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"launch attempt {number} from step 0 (lineage {lineage}){_changed(action.env)}"
         case Launch(number=number, resume=resume):
             assert resume is not None
-            return f"launch attempt {number} from step {resume.step} ({resume.name}){_changed(action.env)}"
+            origin = f", a copy of {action.origin}: steps go on counting" if action.origin else ""
+            return f"launch attempt {number} from step {resume.step} ({resume.name}{origin}){_changed(action.env)}"
         case RecordExit():
             return _describe_exit(action)
         case Interrupt(reason=reason):
@@ -330,6 +333,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR09
             return f"committed {summary}"
         case TaskKind.UPLOAD:
             return f"checkpoint {state.subject} is in the store: {summary}"
+        case TaskKind.FORK:
+            return f"checkpoint {summary}"
         case TaskKind.RESTORE:
             return f"checkpoint {state.subject} is back on this disk: {summary}"
         case TaskKind.VERIFY:

@@ -73,7 +73,6 @@ class Setting:
     """What was found out about the machine before the loop began; true for this life."""
 
     job: Job
-    job_digest: str
     setup_digest: str
     data_digest: str
     config_dir: Path  # of job.yaml
@@ -262,9 +261,6 @@ class RealWorld:
     def _is_staged_now(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
         self._staged = self._staged or isinstance(tasks.get(TaskKind.STAGE), Finished)
         return self._staged
-
-    def digest(self) -> str:
-        return self._setting.job_digest
 
     def new_id(self) -> str:
         return uuid.uuid4().hex

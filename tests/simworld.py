@@ -37,6 +37,7 @@ from tests.fakes import FaultyDisk, PowerLoss
 from vramfarm.protocol import ALGORITHM, TEMPORARY, EndRecord, Manifest, Ref, Shard, shard_name
 
 SAVE_EVERY = 100
+FORKED_STEP = 200  # of the checkpoint of another run
 TURN = timedelta(minutes=1)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -78,6 +79,7 @@ class Elsewhere:
     disk_full: bool = False
     only_here: tuple[str, ...] = ()
     other_job: str = ""
+    other_run: str = ""  # the newest checkpoint of another run; empty: there is none
 
     def is_down(self) -> bool:
         return self.store_down is not None and self.store_down[0] <= self.now < self.store_down[1]
@@ -155,9 +157,6 @@ class SimWorld:
         self.loss = watch_loss(self.loss, progress, self.job.guard)
         return progress
 
-    def digest(self) -> str:
-        return "same"
-
     def new_id(self) -> str:
         return f"{self.life}-{len(self.elsewhere.launches)}"
 
@@ -178,11 +177,13 @@ class SimWorld:
             if isinstance(state, Running) and self.elsewhere.now > state.started_at:
                 self.tasks[kind] = self._finish(kind, state)
 
-    def _finish(self, kind: TaskKind, state: Running) -> TaskState:
+    def _finish(self, kind: TaskKind, state: Running) -> TaskState:  # noqa: PLR0911  # one line a trouble
         if kind is TaskKind.SETUP and self.elsewhere.setup_fails:
             return self._failed(kind, state, "setup: exit 1", final=True)
         if kind is TaskKind.NOTIFY:
             return state if self.elsewhere.hanging_listener else Finished(subject=state.subject, at=self.elsewhere.now)
+        if kind is TaskKind.FORK and not self.elsewhere.other_run:
+            return self._failed(kind, state, "expected a whole checkpoint: none is there", final=True)
         if kind is not TaskKind.SETUP:
             if self.elsewhere.store_refuses:
                 return self._failed(kind, state, "403: access denied", final=True)
@@ -224,6 +225,13 @@ class SimWorld:
         self._save(ref)
         return ""
 
+    def _do_fork(self, subject: str) -> str:
+        lineage, _, _ = subject.partition(" ")
+        ref = Ref(int(lineage), FORKED_STEP, 0, f"{int(lineage):08x}")
+        if ref not in {c.ref for c in self.dir.committed()}:
+            self._save(ref, origin=self.elsewhere.other_run)
+        return ""
+
     def _do_tidy(self, name: str) -> str:
         del name
         keep = sorted(self.elsewhere.store)[-self.job.offload.keep_last :]
@@ -260,7 +268,7 @@ class SimWorld:
     def trim_logs(self, max_bytes: int) -> None:
         """Nobody prints here."""
 
-    def _save(self, ref: Ref) -> None:
+    def _save(self, ref: Ref, origin: str = "") -> None:
         """As the saver does it: shards, then the manifest, then the rename."""
         folder = self.dir.root / f"{TEMPORARY}{ref.name}"
         self._disk.remove(folder)
@@ -282,6 +290,7 @@ class SimWorld:
             written_at=START.isoformat(),
             algorithm=ALGORITHM,
             shards=tuple(shards),
+            state={"origin": origin} if origin else {},
         )
         self.dir.adopt(folder, manifest)
         self.elsewhere.promised.add(ref)

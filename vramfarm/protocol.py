@@ -96,6 +96,11 @@ def parse_name(name: str) -> tuple[int, str]:
     return int(match["step"]), match["id"]
 
 
+def is_name(text: str) -> bool:
+    """Whether a checkpoint's folder may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
 def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 

@@ -139,7 +139,7 @@ def _as_done(  # noqa: PLR0911  # one arm a deed
     """The facts after a deed of which the outcome is known; None: what follows cannot be told."""
     match action:
         case Accept():
-            return events.fold(history, events.accepted("", seen.now)), seen
+            return events.fold(history, events.accepted(seen.now)), seen
         case RecordExit(ending=ending, exit=exit_, step=step, reason=reason):
             told = events.exited(ending, exit_, step=step, reason=reason, at=seen.now)
             return events.fold(history, told), replace(seen, exit=None, end=None)

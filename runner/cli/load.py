@@ -200,6 +200,7 @@ def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
     texts = [
         ("workdir", job.workdir or ""),
         ("checkpoint.dir", job.checkpoint.dir),
+        ("checkpoint.resume", job.checkpoint.resume),
         ("offload.to", job.offload.to or ""),
         ("finish.save_folder", job.finish.save_folder),
         *(("outputs", output) for output in job.outputs),

@@ -232,7 +232,6 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
     return Setting(
         job=job,
         identity=None if accept_change else identity(loaded.written),
-        job_digest=_digest(identity(loaded.written)),
         setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
         if job.source or job.setup
         else "",

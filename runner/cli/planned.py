@@ -15,10 +15,10 @@ from typing import Final
 from runner.adapters.frameworks import framework_name, get_framework, resume_args
 from runner.errors import JobError
 from runner.job import FrameworkName, Job
+from runner.policy.resume import is_elsewhere
 
 _PLANNED: Final[tuple[tuple[str, Callable[[Job], bool], str], ...]] = (
     ("framework", lambda job: job.framework is FrameworkName.TORCHTUNE, "its checkpoints are not watched"),
-    ("checkpoint.resume", lambda job: job.checkpoint.resume not in {"auto", "never"}, "only auto and never"),
 )
 
 
@@ -32,6 +32,11 @@ def check_framework(job: Job) -> None:
     if job.framework is FrameworkName.TORCHTUNE:
         return  # `planned` says it
     framework = get_framework(job)
+    if is_elsewhere(job.checkpoint.resume) and not framework.uses_library and not framework.flag:
+        raise JobError(
+            f"checkpoint.resume: expected auto or never with framework: {framework_name(job)}, found {job.checkpoint.resume}",
+            hint="nobody could tell the script where to begin: name the framework that saved it, or load it in the script",
+        )
     if not framework.uses_library and framework.flag and "{resume_args}" not in job.command:
         flag = " ".join(resume_args(job, framework, Path("FOLDER")))
         raise JobError(

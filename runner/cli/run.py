@@ -31,7 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="JOB",
         help=f"path of job.yaml, - or an https:// or s3:// address; without it, ${JOB_VARIABLE}",
     )
-    parser.add_argument("--start-over", action="store_true", help="begin at step 0 although there are checkpoints")
+    parser.add_argument(
+        "--start-over",
+        action="store_true",
+        help="begin at step 0, or at checkpoint.resume, although there are checkpoints",
+    )
     parser.add_argument(
         "--go-on", action="store_true", help="go on although the run was ended: stopped, given up, at a limit"
     )

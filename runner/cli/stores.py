@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.errors import JobError, StoreError
-from runner.job import OffloadPolicy
-from vramfarm.protocol import ProtocolError, parse_name
+from runner.job import OffloadPolicy, split_address
 
 if TYPE_CHECKING:
     from runner.storage.offsite import Store
@@ -36,14 +35,14 @@ def open_run(address: str) -> StoredRun:
     """
     from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
 
-    scheme, _, rest = address.partition("://")
-    parts = rest.rstrip("/").split("/")
-    checkpoint = parts[-1] if _is_checkpoint(parts[-1]) else ""
-    parts = parts[:-2] if checkpoint and parts[-2:-1] == ["checkpoints"] else parts
-    if len(parts) < 2 or not parts[-1]:  # noqa: PLR2004  # a store and a job
-        raise JobError(f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME")
-    offload = OffloadPolicy(to=f"{scheme}://{'/'.join(parts[:-1])}", endpoint=os.environ.get("AWS_ENDPOINT_URL"))
-    return StoredRun(store=open_store(offload, os.environ), job=parts[-1], checkpoint=checkpoint)
+    try:
+        where, job, checkpoint = split_address(address)
+    except ValueError:
+        raise JobError(
+            f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME"
+        ) from None
+    offload = OffloadPolicy(to=where, endpoint=os.environ.get("AWS_ENDPOINT_URL"))
+    return StoredRun(store=open_store(offload, os.environ), job=job, checkpoint=checkpoint)
 
 
 def read_object(address: str, limit_bytes: int) -> bytes:
@@ -70,11 +69,3 @@ def read_small(address: str, name: str) -> bytes:
             hint="the runner writes it with its first copy; is the name of the run right?",
         )
     return found
-
-
-def _is_checkpoint(name: str) -> bool:
-    try:
-        parse_name(name)
-    except ProtocolError:
-        return False
-    return True

@@ -51,6 +51,7 @@ from runner.policy.night import (
     why_none,
     wish_of,
 )
+from runner.policy.resume import is_elsewhere
 from runner.supervise.pack import pack
 
 STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
@@ -95,6 +96,11 @@ def _check(job: Job, env: Mapping[str, str]) -> None:
     """All that can be found out before money is spent."""
     refuse_planned(job)
     check_framework(job)
+    if is_elsewhere(job.checkpoint.resume) and "://" not in job.checkpoint.resume:
+        raise JobError(
+            f"checkpoint.resume: expected an address that a rented machine can reach, got the folder {job.checkpoint.resume}",
+            hint="name the run in its store: s3://bucket/runs/NAME",
+        )
     if job.provider.kind not in {ProviderName.AUTO, ProviderName.VRAMFARM}:
         raise JobError(f"provider.kind: submit rents at vramfarm only, got {job.provider.kind}")
     if not env.get(vramfarm.KEY):

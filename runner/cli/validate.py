@@ -27,6 +27,7 @@ from runner.job import (
     ProviderName,
     format_duration,
 )
+from runner.policy.resume import is_elsewhere
 from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         *planned(loaded.job),
         *_what_is_missing(loaded),
         *_warn_of_batch(loaded.job),
+        *_warn_of_fork(loaded.job),
         *warn(loaded.job, os.environ),
     ]
     if args.json:
@@ -171,6 +173,12 @@ def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:
 def _warn_of_batch(job: Job) -> Iterator[str]:
     if job.batch is None and "{grad_accum}" in job.command:
         yield "command: {grad_accum} is always 1 as long as there is no `batch`"
+
+
+def _warn_of_fork(job: Job) -> Iterator[str]:
+    place = job.checkpoint.resume
+    if is_elsewhere(place) and "://" not in place and not Path(place).is_dir():
+        yield f"checkpoint.resume: expected a folder at {place}, found none here; the first start would be refused"
 
 
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:

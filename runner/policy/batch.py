@@ -107,8 +107,8 @@ class _Before:
 
 
 def _before(launch: Launch, history: History, seen: Observed) -> _Before | None:
-    """What the checkpoint that is resumed was trained with; None at step 0. On another machine the store says it."""
-    if launch.resume is None:
+    """What the checkpoint that is resumed was trained with; None at step 0 and for another run's. On another machine the store says it."""
+    if launch.resume is None or launch.origin:
         return None
     last = next((a for a in reversed(history.attempts) if _made(a, launch.resume)), None)
     if last is not None and last.world_size:

@@ -29,7 +29,7 @@ from runner.policy.divergence import first_distrusted, is_distrusted, newest_goo
 from runner.policy.ledger import sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
-from runner.policy.resume import NEVER, Fetch, From, plan_resume, resume_floor
+from runner.policy.resume import NEVER, Fetch, Fork, From, plan_fork, plan_resume, resume_floor, stale_copies
 from runner.policy.retention import plan_retention
 from vramfarm.protocol import Ref
 
@@ -132,6 +132,7 @@ class Launch:
     resume: Ref | None
     lineage: int
     env: Mapping[str, str] = field(default_factory=dict)  # changes that preflight or earlier failures asked for
+    origin: str = ""  # the checkpoint of another run that `resume` is a copy of
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +508,7 @@ def _subject(state: TaskState) -> str:
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
 # These tell of each piece that has moved.
-_MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.RESTORE, TaskKind.VERIFY)
+_MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.VERIFY)
 WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
 
 
@@ -705,12 +706,7 @@ def _stage(job: Job, seen: Observed) -> Action | None:
     """A store that is away is waited for: to train without the data would cost more."""
     if not seen.data_digest or seen.staged:
         return None
-    state = seen.tasks.get(TaskKind.STAGE)
-    if isinstance(state, Failed) and state.subject == seen.data_digest:
-        if state.final or seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
-        return _begin(TaskKind.STAGE, seen.data_digest, seen) or Wait(retry_at(state))
-    return _begin(TaskKind.STAGE, seen.data_digest, seen) or Wait()
+    return _bring(TaskKind.STAGE, seen.data_digest, job, seen)
 
 
 def _set_up(seen: Observed) -> Action | None:
@@ -734,14 +730,18 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     offsite = {c.ref for c in seen.offsite or ()}
     floor = resume_floor(history, never=job.checkpoint.resume == NEVER)
     spoilt = {ref.name for ref in local | offsite if is_distrusted(ref, history)}
-    plan = plan_resume(
+    spoilt |= stale_copies((*seen.local, *(seen.offsite or ())), job.checkpoint.resume)
+    plan: From | Fetch | Fork = plan_resume(
         local - {r for r in local if r.name in spoilt}, offsite, floor=floor, unusable=seen.unusable | spoilt
     )
+    if isinstance(plan, From) and plan.ref is None and not _lost(seen, floor):
+        plan = plan_fork(job.checkpoint.resume, seen.local, local | offsite, plan)
     recent = history.attempts[history.budget_from :]
     env: Mapping[str, str] = {}
     if recent:
         users = {*job.env, *job.secrets}
-        match decide_restart(recent, plan.ref, job.restart, users=users, boot_id=seen.boot_id):
+        ref = None if isinstance(plan, Fork) else plan.ref
+        match decide_restart(recent, ref, job.restart, users=users, boot_id=seen.boot_id):
             case Succeeded():
                 return Conclude(Outcome.SUCCEEDED, "training is done")
             case GiveUp(reason=reason, outcome=outcome):
@@ -750,6 +750,8 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
                 return Wait(at)
             case Retry(env=changes):
                 env = changes
+    if isinstance(plan, Fork):
+        return _fork(job, seen, plan)
     if isinstance(plan, Fetch):
         return _fetch(job, seen, plan.ref)
     return _launch(history, seen, plan, floor, env, job)
@@ -760,24 +762,42 @@ def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:
     Bring it back. A damaged copy shows as `unusable` and the next older one is planned; a full
     disk or a store that refuses is no reason to train from an older one.
     """
-    state = seen.tasks.get(TaskKind.RESTORE)
-    if isinstance(state, Failed) and state.subject == ref.name:
+    return _bring(TaskKind.RESTORE, ref.name, job, seen)
+
+
+def _fork(job: Job, seen: Observed, plan: Fork) -> Action:
+    """The first checkpoint is that of another run; without it there is nothing to train from."""
+    return _bring(TaskKind.FORK, f"{plan.lineage} {plan.place}", job, seen)
+
+
+def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
+    """What a launch cannot do without; a store that is away is waited for."""
+    state = seen.tasks.get(kind)
+    if isinstance(state, Failed) and state.subject == subject:
         if state.final or seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            return _refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
-        return _begin(TaskKind.RESTORE, ref.name, seen) or Wait(retry_at(state))
-    return _begin(TaskKind.RESTORE, ref.name, seen) or Wait()
+            reason = f"{state.error}; {state.hint}" if state.hint else state.error
+            is_usage = state.exit_code == WRONG_JOB
+            return _refuse_job(reason, job, seen) if is_usage else _refuse(Outcome.STORE, reason, job, seen)
+        return _begin(kind, subject, seen) or Wait(retry_at(state))
+    return _begin(kind, subject, seen) or Wait()
 
 
 def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
     history: History, seen: Observed, plan: From, floor: int | None, env: Mapping[str, str], job: Job
 ) -> Action:
     """A run that had a checkpoint never starts over by itself."""
-    lost = sorted({*seen.unusable, *seen.damaged})
-    if plan.ref is None and floor is not None and lost:
+    lost = _lost(seen, floor)
+    if plan.ref is None and lost:
         reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
         return _refuse(Outcome.STORE, reason, job, seen)
     needed = seen.preflight.env if seen.preflight else {}
-    return Launch(history.next_number, plan.ref, plan.lineage, {**needed, **env})
+    origin = next((c.origin for c in seen.local if c.ref == plan.ref), "")
+    return Launch(history.next_number, plan.ref, plan.lineage, {**needed, **env}, origin)
+
+
+def _lost(seen: Observed, floor: int | None) -> list[str]:
+    """What this run had and cannot use; nobody misses it where the run starts over."""
+    return [] if floor is None else sorted({*seen.unusable, *seen.damaged})
 
 
 def _lock_out(job: Job, seen: Observed) -> End:

@@ -3,9 +3,10 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from runner.facts import History
+from runner.facts import Checkpoint, History
 from vramfarm.protocol import Ref
 
+AUTO = "auto"
 NEVER = "never"
 
 
@@ -22,6 +23,45 @@ class Fetch:
     """The newest is only in the store: bring it here first."""
 
     ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """This run has none: bring in that of another run first, as the beginning of `lineage`."""
+
+    place: str
+    lineage: int
+
+
+def is_elsewhere(resume: str) -> bool:
+    """Whether job.yaml names a checkpoint of another run to begin from."""
+    return resume not in {AUTO, NEVER}
+
+
+def stale_copies(checkpoints: Collection[Checkpoint], resume: str) -> set[str]:
+    """Names of copies of another run's checkpoint that job.yaml does not name any more, but names another in its place."""
+    if not is_elsewhere(resume):
+        return set()
+    return {c.ref.name for c in checkpoints if c.origin and not _is_of(c.origin, resume)}
+
+
+def _is_of(origin: str, place: str) -> bool:
+    return origin == place or origin.startswith(f"{place}/")
+
+
+def plan_fork(resume: str, local: Collection[Checkpoint], everything: Collection[Ref], plan: From) -> From | Fork:
+    """
+    Where a run begins that has nothing to go on from (`plan`).
+
+    One that starts over begins with a copy in a lineage of its own. It is the newest there is then, and not made again.
+    """
+    if not is_elsewhere(resume):
+        return plan
+    newest = max(everything, default=None)
+    if newest is None:
+        return Fork(resume, plan.lineage)
+    copy = next((c for c in local if c.ref == newest and c.origin and _is_of(c.origin, resume)), None)
+    return From(copy.ref, copy.ref.lineage) if copy else Fork(resume, max(newest.lineage + 1, plan.lineage))
 
 
 def plan_resume(

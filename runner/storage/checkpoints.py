@@ -44,6 +44,8 @@ from vramfarm.protocol import (
 )
 
 MAX_MANIFEST_BYTES: Final = 64 << 20
+ORIGIN: Final = "origin"  # in the state of a manifest: the checkpoint of another run that it is a copy of
+_MAX_ORIGIN: Final = 2000
 RESTORING: Final = f"{TEMPORARY}restore-"
 _NUM_READERS: Final = 4
 
@@ -64,6 +66,7 @@ def describe(manifest: Manifest) -> Checkpoint:
         world_size=manifest.world_size,
         written_at=written_at if written_at.tzinfo else written_at.replace(tzinfo=UTC),
         framework=manifest.framework,
+        origin=str(manifest.state.get(ORIGIN, ""))[:_MAX_ORIGIN],
     )
 
 

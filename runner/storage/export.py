@@ -86,7 +86,7 @@ class StoreSource:
         self.read: Callable[[Shard, int], bytes] = partial(read_chunk, store, job, ref)
 
 
-_OLDER: Final = "export an older checkpoint; this one is damaged"
+_OLDER: Final = "take an older checkpoint; this one is damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

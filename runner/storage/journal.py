@@ -26,8 +26,8 @@ _LINE_CHARS: Final = 500
 # Events are made here and folded below, side by side, so that neither can change alone.
 
 
-def accepted(digest: str, at: datetime) -> Event:
-    return {"event": "accepted", "digest": digest, "at": at.isoformat()}
+def accepted(at: datetime) -> Event:
+    return {"event": "accepted", "at": at.isoformat()}
 
 
 def reopened(*, start_over: bool, order: str, at: datetime, machine: str = "") -> Event:
@@ -52,6 +52,7 @@ def launched(attempt: Attempt) -> Event:
         "number": attempt.number,
         "id": attempt.id,
         "resume": None if attempt.resume is None else asdict(attempt.resume),
+        "origin": attempt.origin,
         "lineage": attempt.lineage,
         "boot_id": attempt.boot_id,
         "env": dict(attempt.env),
@@ -118,10 +119,10 @@ def notified(key: str, at: datetime) -> Event:
 def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911  # one arm an event
     """The history after one more event; an event of a newer runner changes nothing."""
     match event:
-        case {"event": "accepted", "digest": digest, "at": at}:
+        case {"event": "accepted", "at": at}:
             now = datetime.fromisoformat(at)
             first, opened = history.accepted_at or now, history.opened_at or now
-            return replace(history, accepted_at=first, opened_at=opened, job_digest=digest)
+            return replace(history, accepted_at=first, opened_at=opened)
         case {"event": "reopened", "start_over": start_over, "order": order, "at": at}:
             count = len(history.attempts)
             fresh = history.next_number if start_over else history.fresh_from
@@ -185,6 +186,7 @@ def _attempt(event: Event) -> Attempt:
         number=event["number"],
         id=event["id"],
         resume=None if resume is None else Ref(**resume),
+        origin=event.get("origin", ""),
         lineage=event["lineage"],
         boot_id=event["boot_id"],
         launched_at=datetime.fromisoformat(event["at"]),

@@ -137,6 +137,7 @@ class TaskBoard:
             final=bool(task.last.get("final", False)),
             hint=str(task.last.get("hint", "")),
             damaged=bool(task.last.get("damaged", False)),
+            exit_code=int(task.last.get("exit_code", 1)),
             failures=1 + (before.failures if before else 0),
             since=before.since if before else now,
         )

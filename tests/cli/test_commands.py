@@ -231,7 +231,7 @@ def test_a_job_without_a_file(cli, how):
     assert "llama" in done.stdout
 
 
-@pytest.mark.parametrize("key", ["framework: torchtune", "checkpoint: {resume: /elsewhere}"])
+@pytest.mark.parametrize("key", ["framework: torchtune"])
 def test_what_is_not_built_yet_is_said_and_refused(tmp_path, cli, key):
     """
     Nobody finds out in the morning that a key was read and ignored.

@@ -77,7 +77,7 @@ def ran(tmp_path):
         folder = tmp_path / "night"
         folder.mkdir()
         journal = Journal(folder / "journal.jsonl", Disk())
-        journal.append(events.accepted("", NOW))
+        journal.append(events.accepted(NOW))
         attempt = Attempt(
             number=1, id="x" * 32, resume=None, lineage=0, boot_id="b", launched_at=NOW, world_size=8, global_batch=32
         )

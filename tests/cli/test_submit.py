@@ -49,6 +49,7 @@ def run(house: Farmhouse, tmp_path: Path):
         ("", {}, 2, "offload.to: expected a store, found none"),
         ("offload: {to: 'file:///tmp/none'}\n", {"VRAMFARM_API_KEY": ""}, 2, "expected the account's key in VRAMFARM_API_KEY"),
         ("offload: {to: 'file:///tmp/none'}\nsecrets: [HF_TOKEN]\n", {}, 2, "secrets: no value for HF_TOKEN"),
+        ("checkpoint: {resume: /old}\n", {}, 2, "checkpoint.resume: expected an address that a rented machine can reach"),
         ("provider: {kind: runpod}\n", {}, 2, "provider.kind: submit rents at vramfarm only, got runpod"),
         ("offload: {to: 'file:///tmp/none'}\nprovider: {max_price: 0.10}\n", {}, 3, "more than 0.1"),
         ("offload: {to: 'file:///tmp/none'}\ncards: 8\n", {}, 3, "the account has 10"),

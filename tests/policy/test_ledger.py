@@ -143,7 +143,7 @@ def test_a_kept_folder_on_another_machine_begins_its_own_time():
     What the journal says of the machine before stands in the ledger, and would count twice.
     """
     events_so_far = [
-        events.accepted("d", START),
+        events.accepted(START),
         events.joined("a", Earlier(), START),
         events.launched(attempt(1)),
         events.joined("b", Earlier(num_machines=1, last_attempt=1, duration=HOUR), START + 3 * HOUR),
@@ -186,7 +186,7 @@ def test_an_entry_says_what_it_cost():
     """
     Until it was last seen, by its own clock.
     """
-    history = fold(History(), events.accepted("d", START))
+    history = fold(History(), events.accepted(START))
     entry = describe_machine(history, machine("a"), START + 2 * HOUR)
 
     assert (Decimal("24.00"), START) == (cost(entry), entry.opened_at)

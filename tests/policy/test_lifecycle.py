@@ -949,3 +949,112 @@ def test_a_loss_that_recovers_is_let_be(tmp_path):
     end, _ = boot(patient, tmp_path / "job", elsewhere)
 
     assert 0 == end.code
+
+
+# -------------------------------------------------------------------------------- another run
+
+OTHER = "s3://bucket/runs/other"
+FORKED = JOB.model_copy(update={"checkpoint": JOB.checkpoint.model_copy(update={"resume": OTHER})})
+NEWEST = f"{OTHER}/checkpoints/step-00000200-0123abcd"
+
+
+def test_a_run_begins_with_the_checkpoint_of_another(tmp_path):
+    """
+    Steps go on counting from it; a restart goes on with the run's own, and so does another machine.
+    """
+    elsewhere = Elsewhere(other_run=NEWEST, crash_at_step={1: 300, 2: 500}, sigterms={at(40)})
+
+    boot(FORKED, tmp_path / "job", elsewhere, last_step=5000)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.other_run = ""  # it is not needed any more
+    end, _ = boot(FORKED, tmp_path / "other machine", elsewhere, last_step=5000)
+
+    assert (0, 5000) == (end.code, max(elsewhere.store).step)
+    assert [(1, 200), (2, 200), (3, 400)] == elsewhere.launches[:3]
+    assert [4] == [number for number, step in elsewhere.launches[3:] if step > 400]
+
+
+def test_without_the_checkpoint_of_the_other_run_nothing_is_trained(tmp_path):
+    """
+    Never silently from step 0; cured, it goes on.
+    """
+    elsewhere = Elsewhere()
+
+    refused, _ = boot(FORKED, tmp_path / "job", elsewhere)
+    elsewhere.other_run = NEWEST
+    end, _ = boot(FORKED, tmp_path / "job", elsewhere)
+
+    assert (4, "expected a whole checkpoint: none is there") == (refused.code, refused.reason)
+    assert ([(1, 200)], 0) == (elsewhere.launches, end.code)
+
+
+def test_where_there_can_be_no_checkpoint_job_yaml_is_at_fault():
+    """
+    A folder that is not here, or one of another framework: 2, not 4.
+    """
+    job = ALONE.model_copy(update={"checkpoint": FORKED.checkpoint})
+    looked = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
+    failed = Failed(subject=f"1 {OTHER}", at=START, error="no folder", final=True, failures=1, exit_code=2)
+    seen = Observed(now=START, boot_id="b", life="l", tasks=looked)
+
+    assert Begin(TaskKind.FORK, f"1 {OTHER}") == decide(job, ACCEPTED, seen)
+    assert End(code=2, stop=True, keep=False, reason="no folder") == decide(
+        job, ACCEPTED, replace(seen, tasks={**looked, TaskKind.FORK: failed})
+    )
+
+
+def test_starting_over_is_from_the_checkpoint_of_the_other_run(tmp_path):
+    """
+    `--start-over` is back to where job.yaml says the run begins, once: a crash after it goes on.
+    """
+    elsewhere = Elsewhere(other_run=NEWEST, crash_at_step={2: 500})
+    boot(FORKED, tmp_path / "job", elsewhere, last_step=400)
+
+    def start_over(journal):
+        journal.append(events.reopened(start_over=True, order="1", at=elsewhere.now))
+
+    end, _ = boot(FORKED, tmp_path / "job", elsewhere, last_step=600, before=start_over)
+
+    assert 0 == end.code
+    assert [(1, 200), (2, 200), (3, 400)] == elsewhere.launches
+    assert [2, 2] == [c.ref.lineage for c in CheckpointDir(tmp_path / "job" / "checkpoints", Disk()).committed()]
+
+
+def test_another_place_in_job_yaml_is_another_beginning(tmp_path):
+    """
+    As long as nothing was trained; without a place the copy that is there is the beginning.
+    """
+    elsewhere = Elsewhere(other_run=NEWEST.replace("other", "wrong"), crash_at_step={1: 300, 2: 300, 3: 300})
+    wrong = FORKED.model_copy(
+        update={"checkpoint": JOB.checkpoint.model_copy(update={"resume": OTHER.replace("other", "wrong")})}
+    )
+    assert 6 == boot(wrong, tmp_path / "job", elsewhere)[0].code
+    shutil.copytree(tmp_path / "job", tmp_path / "auto")
+    elsewhere.other_run = NEWEST
+
+    def go_on(journal):
+        journal.append(events.reopened(start_over=False, order="1", at=elsewhere.now))
+
+    boot(JOB, tmp_path / "auto", replace(elsewhere, store=dict(elsewhere.store), launches=(kept := [])), before=go_on)
+    boot(FORKED, tmp_path / "job", elsewhere, before=go_on)
+
+    journals = [(tmp_path / name / "journal.jsonl").read_text() for name in ("auto", "job")]
+    assert [0, 1] == [journal.count(f'"origin": "{NEWEST}"') for journal in journals]
+    assert ([(4, 200)], (4, 200)) == (kept, elsewhere.launches[3])
+
+
+def test_no_power_loss_takes_a_run_back_to_step_0(tmp_path):
+    """
+    Wherever the first boot dies, the second begins at the other run's checkpoint, or later.
+    """
+    dry = boot(FORKED, tmp_path / "dry", Elsewhere(other_run=NEWEST), last_step=300)[1].num_operations
+    for fail_at in range(0, dry, 2):
+        elsewhere, root = Elsewhere(other_run=NEWEST), tmp_path / f"job-{fail_at}"
+        _, disk = boot(FORKED, root, elsewhere, last_step=300, fail_at=fail_at)
+        disk.lose(Loss.UNSYNCED, seed=fail_at)
+        elsewhere.boots += 1
+
+        end, _ = boot(FORKED, root, elsewhere, last_step=300)
+
+        assert (0, True) == (end.code, all(step for _, step in elsewhere.launches))
+        shutil.rmtree(root)

@@ -17,7 +17,7 @@ ATTEMPT = Attempt(number=1, id="a", resume=Ref(1, 5, 1, "0" * 8), lineage=1, boo
 
 
 def a_life(journal):
-    journal.append(events.accepted("d", NOW))
+    journal.append(events.accepted(NOW))
     journal.append(events.launched(ATTEMPT))
     journal.append(events.interrupted(1, "SIGTERM", NOW))
     journal.append(events.exited(Ending.INTERRUPTED, Exit(code=0), step=7, reason="", at=NOW))
@@ -35,7 +35,6 @@ def test_what_is_written_is_read_back(tmp_path):
     expected = History(
         accepted_at=NOW,
         opened_at=NOW,
-        job_digest="d",
         attempts=(replace(ATTEMPT, ending=Ending.INTERRUPTED, exit=Exit(code=0), step=7, ended_at=NOW),),
         interrupted=1,
         conclusion=Conclusion(outcome=Outcome.STOPPED, reason="asked", at=NOW),

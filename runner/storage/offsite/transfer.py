@@ -39,8 +39,8 @@ from vramfarm.protocol import (
     ProtocolError,
     Ref,
     Shard,
+    is_name,
     parse_manifest,
-    parse_name,
 )
 
 Progress = Callable[[float, str], None]
@@ -107,17 +107,9 @@ def _list_checkpoints(store: Store, job: str) -> dict[str, dict[str, Entry]]:
         if number >= _MAX_ENTRIES:
             raise OffsiteError(f"{store.address}/{prefix}: expected at most {_MAX_ENTRIES} objects", final=True)
         name, _, path = entry.key.removeprefix(prefix).partition("/")
-        if path and _is_name(name):
+        if path and is_name(name):
             found.setdefault(name, {})[path] = entry
     return found
-
-
-def _is_name(name: str) -> bool:
-    try:
-        parse_name(name)
-    except ProtocolError:
-        return False
-    return True
 
 
 def read_manifest(store: Store, job: str, name: str) -> Manifest:
@@ -363,12 +355,19 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     manifest = read_manifest(store, job, ref.name)
     if manifest.ref != ref:
         raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
+    return bring(manifest, lambda shard, index: read_chunk(store, job, ref, shard, index), directory, progress)
+
+
+def bring(
+    manifest: Manifest, read: Callable[[Shard, int], bytes], directory: CheckpointDir, progress: Progress
+) -> Checkpoint:
+    """Commit a checkpoint whose chunks `read` gives, each compared; safe to be killed and called again."""
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
-        folder = directory.begin_restore(ref)
+        folder = directory.begin_restore(manifest.ref)
         begun = frozenset(shard.path for shard in manifest.shards if _has_bytes(folder / shard.path))
         _make_room(directory.disk, folder, manifest)
-        _fetch_all(store, job, manifest, _Target(directory.disk, folder, begun), progress)
+        _bring_all(manifest, read, _Target(directory.disk, folder, begun), progress)
         return directory.adopt(folder, manifest)
     except OSError as error:
         raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
@@ -406,14 +405,13 @@ class _Target:
     begun: frozenset[str]  # shards that an earlier call left some chunks of
 
 
-def _fetch_all(store: Store, job: str, manifest: Manifest, target: _Target, progress: Progress) -> None:
+def _bring_all(manifest: Manifest, read: Callable[[Shard, int], bytes], target: _Target, progress: Progress) -> None:
     meter = Meter(manifest.size_bytes, progress)
 
     def fetch(chunk: tuple[Shard, int]) -> None:
         shard, index = chunk
         if shard.path not in target.begun or not _is_here(target.folder / shard.path, shard, index):
-            content = _fetch_chunk(store, _key(job, manifest.ref, shard), shard, index)
-            target.disk.write_at(target.folder / shard.path, index * CHUNK_BYTES, content)
+            target.disk.write_at(target.folder / shard.path, index * CHUNK_BYTES, read(shard, index))
         meter.add(shard.path, _chunk_size(shard, index))
 
     in_parallel(fetch, [(shard, i) for shard in manifest.shards for i in range(len(shard.checksums))], _NUM_THREADS)

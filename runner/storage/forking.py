@@ -1,0 +1,152 @@
+"""
+The checkpoint of another run becomes the first of this one: copied, every chunk compared on its
+way, under this run's name and lineage. Where it came from stands in its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from runner.errors import JobError, StoreError
+from runner.facts import Checkpoint
+from runner.job import split_address
+from runner.storage.checkpoints import ORIGIN, CheckpointDir
+from runner.storage.disk import Disk
+from runner.storage.export import HereSource, Source, StoreSource
+from runner.storage.offsite import OffsiteError, Store, transfer
+from vramfarm.protocol import MANIFEST, Shard
+
+NO_ATTEMPT: Final = 0  # of this run made it
+_FOLDER: Final = "checkpoints"
+_OLDER: Final = "name an older checkpoint in checkpoint.resume"
+
+Progress = Callable[[float, str], None]
+Open = Callable[[str], Store]
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    checkpoint: Checkpoint
+    damaged: tuple[str, ...]  # newer ones that were not taken, and why
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    origin: str
+    open: Callable[[], Source]
+
+
+def fork(  # noqa: PLR0913  # from where, to where, and what it is there
+    place: str,
+    open_at: Open,
+    directory: CheckpointDir,
+    *,
+    job: str,
+    framework: str,
+    lineage: int,
+    progress: Progress,
+) -> Forked:
+    """
+    Commit a copy of the newest checkpoint at `place` that is whole: a checkpoint, a folder of some, or a run.
+
+    `JobError` if there can be none, `StoreError` if there is none, or none that is whole.
+    """
+    damaged: list[str] = []
+    for candidate in _candidates(place, open_at):
+        try:
+            source = candidate.open()
+            checkpoint = _copy(source, candidate.origin, directory, job, framework, lineage, progress)
+        except OffsiteError as error:  # noqa: PERF203  # few
+            if not error.damaged:
+                raise
+            damaged.append(str(error))
+        else:
+            return Forked(checkpoint, tuple(damaged))
+    raise StoreError(f"checkpoint.resume: {place}: expected a whole checkpoint: {'; '.join(damaged)}", hint=_OLDER)
+
+
+def _copy(  # noqa: PLR0913, PLR0917  # as above
+    source: Source, origin: str, directory: CheckpointDir, job: str, framework: str, lineage: int, progress: Progress
+) -> Checkpoint:
+    theirs = source.manifest
+    if theirs.framework != framework:
+        raise JobError(
+            f"checkpoint.resume: {origin}: expected a checkpoint of {framework} (framework), got one of {theirs.framework}"
+        )
+    same = f"{lineage} {origin} {theirs.written_at}"  # a call that was killed is gone on with
+    ours = replace(
+        theirs,
+        job=job,
+        lineage=lineage,
+        id=hashlib.sha256(same.encode()).hexdigest()[:8],
+        attempt=NO_ATTEMPT,
+        state={**theirs.state, ORIGIN: origin},
+    )
+    for checkpoint in directory.committed():
+        if checkpoint.ref == ours.ref:
+            return checkpoint
+    return transfer.bring(ours, source.read, directory, progress)
+
+
+# ------------------------------------------------------------------------- where it may be
+
+
+def _candidates(place: str, open_at: Open) -> Iterator[_Candidate]:
+    """The newest first."""
+    return _in_store(place, open_at) if "://" in place else _on_disk(Path(place))
+
+
+def _in_store(place: str, open_at: Open) -> Iterator[_Candidate]:
+    where, job, name = split_address(place)
+    store = open_at(where)
+    survey = transfer.survey(store, job)
+    found = [c.ref for c in survey.checkpoints if name in {"", c.ref.name}]
+    if not found:
+        problems = [problem for problem in survey.unusable if problem.startswith(name)]
+        raise StoreError(
+            f"checkpoint.resume: {place}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}",
+            hint="`vramfarm-runner checkpoints ls URL` shows what is there",
+        )
+    for ref in sorted(found, reverse=True):
+        origin = place if name else f"{place}/{_FOLDER}/{ref.name}"
+        yield _Candidate(origin, partial(StoreSource, store, job, ref))
+
+
+def _on_disk(path: Path) -> Iterator[_Candidate]:
+    if not path.is_dir():
+        raise JobError(f"checkpoint.resume: expected a folder at {path}, found none")
+    is_one = (path / MANIFEST).is_file()
+    root = path.parent if is_one else path if any(path.glob(f"step-*/{MANIFEST}")) else _folder_of(path)
+    directory = CheckpointDir(root, Disk())
+    found = [c.ref for c in directory.committed() if not is_one or c.ref.name == path.name]
+    if not found:
+        problems = [p for p in directory.problems() if not is_one or p.startswith(path.name)]
+        error = f"checkpoint.resume: {path}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}"
+        raise StoreError(error, hint=_OLDER) if problems else JobError(error)
+    for ref in sorted(found, reverse=True):
+        yield _Candidate(str(root / ref.name), partial(_Here, directory, ref))
+
+
+class _Here(HereSource):
+    """On this disk what cannot be read is damaged, too: an older one may be whole."""
+
+    def read(self, shard: Shard, chunk: int) -> bytes:
+        try:
+            return super().read(shard, chunk)
+        except StoreError as error:
+            raise OffsiteError(str(error), hint=error.hint, final=True, damaged=True) from None
+
+
+def _folder_of(run_dir: Path) -> Path:
+    """As the job of that run says, which may have been moved or copied here since."""
+    try:
+        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    return run_dir / (name or _FOLDER)
