@@ -43,6 +43,7 @@ from runner.policy.guard import (
     dump_armed,
     hold_until,
     is_due,
+    names_run,
     parse_armed,
     parse_word,
     rearm,
@@ -54,6 +55,7 @@ RUNNER: Final = (sys.executable, "-I", "-m", "runner", "loop")
 LIFELINE: Final = "RUNNER_LIFELINE"  # number of the runner's end of the socketpair
 NOTIFY: Final = "RUNNER_NOTIFY_URL"  # who is told before job.yaml has named others
 HOLD: Final = "RUNNER_HOLD_S"  # overrides how long the server is held after an early end
+ACCEPTED: Final = "RUNNER_ACCEPTED"  # run folder of the runner that died: its job goes on, whatever job.yaml says now
 MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner starts
 
 WAITS: Final = Waits()
@@ -80,6 +82,7 @@ class Guardian:
         self._leaving = False
         self._mark = f"{os.getpid()}-{current().started}"
         self._pid = 0
+        self._accepted = ""  # run folder, once a runner of ours has accepted the job
         self._exit: int | None = None
         self._wake = _listen_for_signals(self._on_leave)
         self._arm(self._first_armed(find_server(self._env)))
@@ -178,7 +181,7 @@ class Guardian:
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes] | None:
         self._pid, self._exit = 0, None
-        env = {**self._env, LIFELINE: str(theirs.fileno()), MARK: self._mark}
+        env = {**self._env, LIFELINE: str(theirs.fileno()), MARK: self._mark, ACCEPTED: self._accepted}
         try:
             process = subprocess.Popen(self._command, env=env, pass_fds=(theirs.fileno(),))
         except OSError as error:
@@ -223,8 +226,10 @@ class Guardian:
                 self._listeners = heard.urls
             elif isinstance(heard, End):
                 end = heard
-            elif heard != self._armed:
-                self._arm(self._told(heard))
+            else:
+                self._accepted = names_run(raw) or self._accepted
+                if heard != self._armed:
+                    self._arm(self._told(heard))
         return end
 
     def _told(self, heard: Armed) -> Armed:

@@ -27,6 +27,7 @@ from watchdog.observers import Observer
 
 from runner.adapters.frameworks import get_framework, resume_args
 from runner.adapters.launchers import LAUNCHERS, Launch, check_command, split_command
+from runner.errors import JobError
 from runner.facts import (
     Attempt,
     Finished,
@@ -84,6 +85,7 @@ class Setting:
     withhold: frozenset[str]  # names of the supervisor's own secrets
     secrets: Mapping[str, str]
     paid_from: datetime | None = None  # the server's first boot
+    missing: tuple[str, ...] = ()  # secrets without a value, in a life that takes over from one that had them
     refusal: str = ""
     stop_doubt: str = ""
     identity: Mapping[str, Any] | None = None  # what makes this job this job; None: any change is accepted
@@ -370,6 +372,8 @@ class RealWorld:
 
     def check_launch(self) -> None:
         """`JobError` if what would be launched is not there."""
+        if missing := [name for name in self._setting.missing if name in self._job.secrets]:
+            raise JobError(f"secrets: no value for {', '.join(missing)}, and the next attempt needs it")
         self._argv(self._folder.root, None)
 
     def launch(self, attempt: Attempt) -> None:

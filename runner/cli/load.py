@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 import ssl
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -55,6 +56,7 @@ class LoadedJob:
     folder: Path  # relative names in it start here
     workspace: Path
     date: str  # what `{date}` became
+    identity: Mapping[str, Any] | None = None  # of a job that is taken from its run folder
 
 
 def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
@@ -70,6 +72,27 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
     return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace, date=date)
+
+
+def load_accepted(run_dir: Path, source: str | None, env: Mapping[str, str]) -> LoadedJob | None:
+    """The job as the runner accepted it, out of its run folder; None if it is not there."""
+    path = run_dir / "job.json"
+    try:
+        record = json.loads(path.read_bytes())
+        known = record.pop("identity")
+        job = Job.model_validate(record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return LoadedJob(
+        job=job,
+        written=job,
+        text="",
+        path=str(path),
+        folder=_folder_of(source),
+        workspace=workspace_of(env),
+        date="",
+        identity=known,
+    )
 
 
 def parse_job(name: str, text: str) -> Job:
@@ -94,6 +117,12 @@ def _read(source: str | None, env: Mapping[str, str]) -> tuple[str, str, Path]:
         raise JobError(f"{_shown(source)}: expected a path, - or an https:// or s3:// address")
     path = Path(source).absolute()
     return source, _text(source, _from_file(source, path)), path.parent
+
+
+def _folder_of(source: str | None) -> Path:
+    """Where relative names in it start."""
+    is_file = source is not None and source != STDIN and "://" not in source
+    return Path(source).absolute().parent if source and is_file else Path.cwd()
 
 
 def _from_file(source: str, path: Path) -> bytes:

@@ -25,10 +25,10 @@ from typing import IO, Any, Final
 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import SECRETS, find_server, with_secrets
-from runner.cli.load import LoadedJob, load_job
+from runner.cli.load import LoadedJob, load_accepted, load_job
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rental import prove, rented
-from runner.cli.telling import Teller
+from runner.cli.telling import Teller, say
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import Server
@@ -49,6 +49,7 @@ from runner.world import RealWorld, Setting, identify_holder
 
 LIFELINE_VARIABLE: Final = "RUNNER_LIFELINE"
 NOTIFY_VARIABLE: Final = "RUNNER_NOTIFY_URL"
+ACCEPTED_VARIABLE: Final = "RUNNER_ACCEPTED"  # the guardian's: run folder of the runner that died before this one
 STOP_TIMEOUT_VARIABLE: Final = "RUNNER_STOP_TIMEOUT"  # empty in the image: nobody said what `docker stop` waits
 LOCK_PATIENCE_S: Final = 10.0
 _LAST_MINUTE: Final = timedelta(minutes=1)
@@ -64,23 +65,53 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    wire = os.environ.pop(LIFELINE_VARIABLE, None)
+    wire, accepted = os.environ.pop(LIFELINE_VARIABLE, None), os.environ.pop(ACCEPTED_VARIABLE, "")
     lifeline = Lifeline(int(wire) if wire else None)
     env = with_secrets(os.environ)
     server, job = find_server(env), None
     try:
-        loaded = load_job(args.config, env)
+        loaded = _load(args, env, accepted)
         job = loaded.job
-        refuse_planned(job)
-        check_framework(job)
         server = rented(job, env)
         lifeline.server(server)
-        end = _run(args, loaded, env, server, lifeline)
+        end = _run(args, loaded, env, server, lifeline, is_restart=bool(accepted))
     except RunnerError as error:
         _early_end(error, server, lifeline)
         _tell_early_end(error, job, server, env)
         raise
     return end.code
+
+
+def _load(args: argparse.Namespace, env: Mapping[str, str], accepted: str) -> LoadedJob:
+    """
+    The job as job.yaml has it; for a runner that takes over from one that died, else as that one accepted it.
+
+    A job.yaml that was broken since would end training that is alive and well.
+    """
+    try:
+        loaded = load_job(args.config, env)
+        refuse_planned(loaded.job)
+        check_framework(loaded.job)
+        if accepted:
+            _expect_successor(loaded, Path(accepted), env, accept_change=args.accept_change)
+    except (JobError, MachineError) as error:
+        known = load_accepted(Path(accepted), args.config, env) if accepted else None
+        if known is None:
+            raise
+        why = str(error).splitlines()[0]
+        say(f"job.yaml cannot be used now, the run goes on with the job as it was accepted ({known.path}): {why}")
+        return known
+    return loaded
+
+
+def _expect_successor(loaded: LoadedJob, run_dir: Path, env: Mapping[str, str], *, accept_change: bool) -> None:
+    """All that would refuse this job here."""
+    if Path(loaded.job.run_dir) != run_dir:
+        raise JobError(f"{loaded.path}: expected the job of {run_dir}, got that of {loaded.job.run_dir}")
+    rented(loaded.job, env)
+    machine.find_python(loaded.job.python)
+    if not accept_change:
+        _refuse_change(identity(loaded.written), RunFolder(root=run_dir))
 
 
 def _early_end(error: RunnerError, server: Server | None, lifeline: Lifeline) -> None:
@@ -100,17 +131,30 @@ def _tell_early_end(error: RunnerError, job: Job | None, server: Server | None, 
     notify_all([*(_values(job.notify, env).values() if job else ()), *urls], message)
 
 
-def _run(
-    args: argparse.Namespace, loaded: LoadedJob, env: Mapping[str, str], server: Server | None, lifeline: Lifeline
+def _run(  # noqa: PLR0913  # all that a run is put together from
+    args: argparse.Namespace,
+    loaded: LoadedJob,
+    env: Mapping[str, str],
+    server: Server | None,
+    lifeline: Lifeline,
+    *,
+    is_restart: bool,
 ) -> End:
     job, folder = loaded.job, RunFolder(root=Path(loaded.job.run_dir))
     server, doubt = prove(server, env)
     lifeline.server(server)  # with its price
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
-        _check_same_job(loaded, folder, accept_change=args.accept_change)
+        if loaded.identity is None:
+            _accept(loaded, folder, accept_change=args.accept_change)
         _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
         setting = replace(find_out(loaded, env, server, accept_change=args.accept_change), stop_doubt=doubt)
+        if is_restart and setting.missing:
+            say(
+                f"secrets: no value for {', '.join(setting.missing)} now: what trains goes on, nothing is launched without"
+            )
+        else:
+            refuse_missing(setting)
         lifeline.listeners(tuple(_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)
@@ -180,19 +224,25 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _check_same_job(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool) -> None:
-    """One name, one run: another job under an old name would resume from the wrong weights."""
+def _accept(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool) -> None:
+    """From now on the run folder has the job, whatever becomes of job.yaml."""
     new = identity(loaded.written)
+    if not accept_change:
+        _refuse_change(new, folder)
+    record = loaded.job.model_dump(mode="json", by_alias=True) | {"identity": new}
+    write_durable(Disk(), folder.job, json.dumps(record, indent=1).encode())
+
+
+def _refuse_change(new: Mapping[str, Any], folder: RunFolder) -> None:
+    """One name, one run: another job under an old name would resume from the wrong weights."""
     old = _read_identity(folder.job)
     changed = [name for name in new if old and old.get(name) != new[name]]
-    if changed and not accept_change:
+    if changed:
         raise JobError(
             f"{folder.job}: this run was started with another {', '.join(changed)}: "
             + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
             hint="give the job another name, or pass --accept-change to go on with the change",
         )
-    record = loaded.job.model_dump(mode="json", by_alias=True) | {"identity": new}
-    write_durable(Disk(), folder.job, json.dumps(record, indent=1).encode())
 
 
 def identity(job: Job) -> dict[str, Any]:
@@ -229,9 +279,10 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
     cards = len(names)
     num_procs, refusal = how_many(job, cards)
     refusal = refusal or _uneven(job, num_procs)
+    secrets = _values((*job.secrets, *job.notify), env)
     return Setting(
         job=job,
-        identity=None if accept_change else identity(loaded.written),
+        identity=None if accept_change else loaded.identity or identity(loaded.written),
         setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
         if job.source or job.setup
         else "",
@@ -244,9 +295,19 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         server=server,
         paid_from=machine.first_boot_at(loaded.workspace) if server else None,
         withhold=frozenset({*SECRETS, *job.notify} - {*job.secrets}),
-        secrets=_secrets(job, env),
+        secrets={name: secrets[name] for name in job.secrets if name in secrets},
+        missing=tuple(name for name in (*job.secrets, *job.notify) if name not in secrets),
         refusal=refusal,
     )
+
+
+def refuse_missing(setting: Setting) -> None:
+    """`JobError` if a secret has no value."""
+    if setting.missing:
+        raise JobError(
+            f"secrets: no value for {', '.join(setting.missing)}",
+            hint="set it in the container's environment, or mount a file of that name into /run/secrets",
+        )
 
 
 def how_many(job: Job, cards: int) -> tuple[int, str]:
@@ -269,16 +330,6 @@ def _uneven(job: Job, num_procs: int) -> str:
     """Why this number of cards is refused: the global batch would be another."""
     split = None if job.batch is None else split_batch(job.batch, num_procs)
     return split.reason if isinstance(split, Uneven) else ""
-
-
-def _secrets(job: Job, env: Mapping[str, str]) -> dict[str, str]:
-    values = _values((*job.secrets, *job.notify), env)
-    if missing := [name for name in (*job.secrets, *job.notify) if name not in values]:
-        raise JobError(
-            f"secrets: no value for {', '.join(missing)}",
-            hint="set it in the container's environment, or mount a file of that name into /run/secrets",
-        )
-    return {name: values[name] for name in job.secrets}
 
 
 def _values(names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, str]:

@@ -75,6 +75,11 @@ def _logger() -> structlog.typing.FilteringBoundLogger:
     return logger
 
 
+def say(text: str) -> None:
+    """One line of the log, before there is a run to tell of."""
+    _logger().info(text)
+
+
 class Teller:
     """`loop.Tell`: called once a turn, before the action is done."""
 

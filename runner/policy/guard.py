@@ -165,6 +165,12 @@ def parse_word(raw: bytes, armed: Armed) -> End | Armed | Listeners:
     return replace(armed, deadline_at=deadline, keep=keep, stop_anyway=stop_anyway, run=run)
 
 
+def names_run(raw: bytes) -> str:
+    """The run folder of a deadline, whose job is accepted then; empty for any other word."""
+    fields = _object(raw)
+    return str(fields.get("run") or "") if "deadline" in fields else ""
+
+
 def _parse_end(fields: Mapping[str, Any]) -> End:
     code, stop, hold = fields.get("code"), fields.get("stop"), fields.get("hold_s")
     if type(code) is not int or not isinstance(stop, bool):
