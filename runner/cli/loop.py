@@ -128,7 +128,7 @@ def _tell_early_end(error: RunnerError, job: Job | None, server: Server | None, 
     text = f"{name}: did not start: {str(error).splitlines()[0]} {f'({error.hint})' if error.hint else ''} [{where}]"
     message = {"event": "ended", "title": f"{name}: did not start", "text": text, "job": name, "server": where}
     urls = [env[NOTIFY_VARIABLE]] if env.get(NOTIFY_VARIABLE) else []
-    notify_all([*(_values(job.notify, env).values() if job else ()), *urls], message)
+    notify_all([*(find_values(job.notify, env).values() if job else ()), *urls], message)
 
 
 def _run(  # noqa: PLR0913  # all that a run is put together from
@@ -155,7 +155,7 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
             )
         else:
             refuse_missing(setting)
-        lifeline.listeners(tuple(_values(job.notify, env).values()))
+        lifeline.listeners(tuple(find_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)
         world.observe(journal.history)  # before anything else the guardian knows until when
@@ -279,7 +279,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
     cards = len(names)
     num_procs, refusal = how_many(job, cards)
     refusal = refusal or _uneven(job, num_procs)
-    secrets = _values((*job.secrets, *job.notify), env)
+    secrets = find_values((*job.secrets, *job.notify), env)
     return Setting(
         job=job,
         identity=None if accept_change else loaded.identity or identity(loaded.written),
@@ -332,7 +332,7 @@ def _uneven(job: Job, num_procs: int) -> str:
     return split.reason if isinstance(split, Uneven) else ""
 
 
-def _values(names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, str]:
+def find_values(names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, str]:
     """Of the secrets that have one."""
     found = {name: env.get(name) or _secret_file(name) for name in names}
     return {name: value for name, value in found.items() if value}

@@ -29,6 +29,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "validate": "say what a job would do; start nothing",
     "plan": "what a job takes: memory, batch, cadence, cost, machines that hold it; what run would do now",
     "preflight": "look at this machine with the eyes of a job: go, go with changes, or swap it",
+    "rehearse": "the night in ten minutes: start, save, copy, kill, restore, leave, with this very job, and its figures",
     "explain": "say what a saved reading of a machine means (nvidia-smi topo -m, df, all_reduce_perf, …)",
     "status": "how a run is doing",
     "attach": "look in on a run: how far it is, what is safe, its log; q detaches",
@@ -43,7 +44,10 @@ COMMANDS: Final[Mapping[str, str]] = {
     "sweep": "from a cron host: stop servers that submit rented and whose deadline is over",
     "simulate": "a local VRAMfarm: rent 'servers' on this machine",
 }
-_INSIDE: Final[Mapping[str, str]] = {"loop": "the runner itself; the guardian starts it"}
+_INSIDE: Final[Mapping[str, str]] = {
+    "loop": "the runner itself; the guardian starts it",
+    "understudy": "the run of a rehearsal, which ends with it",
+}
 
 _READ_THEIR_OWN: Final = frozenset({"simulate"})
 

@@ -42,25 +42,35 @@ def prove(server: Server | None, env: Mapping[str, str]) -> tuple[Server | None,
     """
     if server is None:
         return None, ""
+    answer = ask(server, env)
+    return as_told(server, answer), doubt(server, answer)
+
+
+def ask(server: Server, env: Mapping[str, str]) -> Answer:
+    """The server's state, by the first key that is not refused."""
     provider, send = PROVIDERS[server.provider], make_send()
-    answer = with_each(keyrings(env), lambda ring: provider.read(server, ring, send))
-    told = replace(
+    return with_each(keyrings(env), lambda ring: provider.read(server, ring, send))
+
+
+def as_told(server: Server, answer: Answer) -> Server:
+    """With what only the provider knows."""
+    return replace(
         server,
         price_per_hour=server.price_per_hour or answer.price_per_hour,
         rental_ends_at=server.rental_ends_at or answer.ends_at,
     )
-    return told, _doubt(server, answer)
 
 
-def _doubt(server: Server, answer: Answer) -> str:
+def doubt(server: Server, answer: Answer) -> str:
+    """Why its stop may fail; empty if nothing speaks for that. Said on standard error."""
     if server.provider == "command" and not server.status_command:
         return ""  # it cannot be known
     if answer.state in {ServerState.RUNNING, ServerState.STOPPING}:
         _say(f"{server.provider} knows this server and takes our key: {server.id} is {answer.detail}")
         return ""
-    doubt = f"{server.provider} did not tell the state of {server.id}: {answer.detail}"
-    _say(f"warning: {doubt}; the stop may fail in the same way: mend it while the job runs, or stop it by hand")
-    return doubt
+    found = f"{server.provider} did not tell the state of {server.id}: {answer.detail}"
+    _say(f"warning: {found}; the stop may fail in the same way: mend it while the job runs, or stop it by hand")
+    return found
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Final
 
 from vramfarm.protocol import Env
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _GONE_STATES: Final = frozenset("ZXx")
 _OURS: Final = b"VRAMFARM_"
@@ -148,6 +149,13 @@ def be_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the process that started us dies, however; whatever we become by exec keeps it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _wait_until_none(

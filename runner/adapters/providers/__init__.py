@@ -16,6 +16,7 @@ from runner.adapters.providers.contract import Answer, Keep, Provider, Reply, Se
 from runner.facts import Server
 
 __all__ = [
+    "NAMES",
     "PROVIDERS",
     "SECRETS",
     "Answer",
@@ -38,7 +39,8 @@ PROVIDERS: Final[Mapping[str, Provider]] = {
 }
 
 SECRETS: Final = (vramfarm.KEY, runpod.KEY, vast.KEY)  # never handed to the training command
-_NAMES: Final = frozenset(name for module in (vramfarm, runpod, vast, docker, command) for name in module.NAMES)
+NAMES: Final = frozenset(name for module in (vramfarm, runpod, vast, docker, command) for name in module.NAMES)
+"""By which a server and its key are found; where all of them are empty there is none."""
 _SECRETS_FOLDER: Final = Path("/run/secrets")
 _INIT: Final = Path("/proc/1/environ")  # a session over SSH has not what the provider told PID 1
 
@@ -91,7 +93,7 @@ def _of_files(folder: Path) -> dict[str, str]:
 
 
 def _of_init(path: Path) -> dict[str, str]:
-    return {name: value for name, value in _entries(_read(path)) if name in _NAMES and value}
+    return {name: value for name, value in _entries(_read(path)) if name in NAMES and value}
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:

@@ -106,8 +106,7 @@ class FileStore:
     @contextmanager
     def _guarded(self, target: Path) -> Iterator[None]:
         """Nobody else replaces it meanwhile; the lock goes with its process. A disk without locks is an error."""
-        path = target.with_name(f".{target.name}{_GUARD}")
-        with path.open("ab") as file:
+        with _guard_of(target).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -172,6 +171,7 @@ class FileStore:
         with self._plain_words(key):
             path = self._path(key)
             self._disk.remove(path)
+            self._disk.remove(_guard_of(path))
             for parent in path.parents:
                 if parent == self._root or not _remove_if_empty(parent):
                     break
@@ -215,6 +215,10 @@ class FileStore:
             final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
             hint = "may this user write there?" if isinstance(error, PermissionError) else ""
             raise OffsiteError(f"{self.address}/{key}: {error.strerror}", hint=hint, final=final) from error
+
+
+def _guard_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_GUARD}")
 
 
 def _tag(content: bytes) -> str:

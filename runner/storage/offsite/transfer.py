@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -478,6 +478,16 @@ def _is_abandoned(entries: Mapping[str, Entry], since: datetime) -> bool:
 def _remove(store: Store, prefix: str, entries: Mapping[str, Entry]) -> None:
     store.delete(prefix + MANIFEST)
     in_parallel(lambda path: store.delete(prefix + path), [p for p in entries if p != MANIFEST], _NUM_THREADS)
+
+
+def remove_run(store: Store, job: str) -> None:
+    """All that is stored under a run's name, and uploads that never ended. Manifests first: what is half there is none."""
+    prefix = f"{job}/"
+    store.abort(prefix, datetime.now(UTC), lambda _: False)
+    keys = [entry.key for entry in store.list(prefix)]
+    manifests = [key for key in keys if key.endswith(f"/{MANIFEST}")]
+    in_parallel(store.delete, manifests, _NUM_THREADS)
+    in_parallel(store.delete, [key for key in keys if key not in {*manifests}], _NUM_THREADS)
 
 
 # ---------------------------------------------------------------------------------- publish
