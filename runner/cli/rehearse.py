@@ -36,6 +36,7 @@ from runner.cli.rental import as_told, ask, doubt, rented
 from runner.cli.runs import is_alive
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Checkpoint, Server
+from runner.folder import RunFolder
 from runner.job import ArchiveSource, FinishPolicy, GitSource, Job, Limits, OnLimit, ProviderName, ProviderPolicy
 from runner.policy.rehearsal import (
     Beat,
@@ -62,7 +63,6 @@ from runner.supervise.cards import Cards
 from runner.supervise.page import ProgressReader
 from runner.supervise.process import Process
 from runner.supervise.pulse import PulseReader
-from runner.world import RunFolder
 from vramfarm.protocol import Env, Ref, Slot, Word
 
 if TYPE_CHECKING:
