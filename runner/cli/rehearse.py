@@ -139,7 +139,7 @@ def derive(loaded: LoadedJob, limit: timedelta) -> Job:
     return mine.model_copy(
         update={
             "checkpoint": mine.checkpoint.model_copy(
-                update={"dir": str(checkpoints), "watch": _saves(real, mine, root), "resume": "auto"}
+                update={"dir": str(checkpoints), "watch": _saves(real, mine, root)}
             ),
             "outputs": tuple(folder for folder in mine.outputs if folder not in real.outputs),
             "limits": Limits(max_duration=limit + real.restart.grace_period + _SLACK, on_limit=OnLimit.STOP_ANYWAY),
@@ -327,6 +327,8 @@ class _Eye:
         progress = self._page.reader.read() if self._page.reader else None
         said = {} if code is None else self._last_words()
         store_error, gave_up, hint = self._store_trouble()
+        committed = self._checkpoints.committed()
+        brought = {c.ref.id for c in committed if c.origin}  # of another run (checkpoint.resume): no save of this one
         launched = (datetime.now(UTC) - last.launched_at).total_seconds() if last else 0.0
         return Seen(
             now_s=self.now_s(),
@@ -343,9 +345,11 @@ class _Eye:
             step=progress.step if progress else last.step if last else 0,
             shows_progress=bool(last and not self._uses_library and self._shows_progress(last.number, last.id)),
             beats=tuple(self._beats),
-            local=self._checkpoints.committed(),
+            local=tuple(c for c in committed if not c.origin),
             offsite=tuple(
-                Ref(c["lineage"], c["step"], 0, c["id"]) for c in status.get("checkpoints", ()) if c.get("verified")
+                Ref(c["lineage"], c["step"], 0, c["id"])
+                for c in status.get("checkpoints", ())
+                if c.get("verified") and c["id"] not in brought
             ),
             save_s=self._page.reader.page[Word.SAVE_NS] * _NS if self._page.reader else 0.0,
             save_error=progress.save_error if progress and progress.num_failed else "",

@@ -235,11 +235,17 @@ def _preflight(seen: Seen) -> Result | None:
 
 
 def _first_step(seen: Seen) -> Result | None:
-    if not (seen.step or seen.shows_progress or seen.local) or seen.launched_s is None:
+    if seen.launched_s is None or not (seen.step > _began_at(seen) or seen.shows_progress or seen.local):
         return None
     return Result(
         check=Check.FIRST_STEP, mark=Mark.OK, figures={"seconds": seen.now_s - seen.launched_s, "step": seen.step}
     )
+
+
+def _began_at(seen: Seen) -> int:
+    """The step that the newest attempt went on from."""
+    last = seen.attempts[-1] if seen.attempts else None
+    return last.resume.step if last and last.resume else 0
 
 
 def _save(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
@@ -337,8 +343,7 @@ def _crash(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
     last = seen.attempts[-1]
     if last.number == killed.attempt:
         return _wait(Check.CRASH, scene.limit_s, seen)
-    began_at = last.resume.step if last.resume else 0
-    if seen.step <= began_at and not seen.shows_progress:
+    if seen.step <= _began_at(seen) and not seen.shows_progress:
         return _wait(Check.CRASH, scene.limit_s, seen)
     return _judge_crash(killed, last, seen)
 

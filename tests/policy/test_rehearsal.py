@@ -77,6 +77,7 @@ LEAVING = replace(UNTIL[Check.LEAVE], left_s=50.0, left_step=20)
         pytest.param(Notes(), Seen(now_s=1), Deed.WAIT, id="nothing is known yet"),
         pytest.param(Notes(), Seen(now_s=9, verdict="go"), Deed.WAIT, id="the code is still to be looked at"),
         pytest.param(UNTIL[Check.FIRST_STEP], replace(TRAINING, step=0), Deed.WAIT, id="no step yet"),
+        pytest.param(UNTIL[Check.FIRST_STEP], replace(TRAINING, attempts=(AGAIN,)), Deed.WAIT, id="where it began"),
         pytest.param(UNTIL[Check.SAVE], replace(TRAINING, beats=PACE[:2]), Deed.WAIT, id="no pace to compare with yet"),
         pytest.param(UNTIL[Check.SAVE], TRAINING, Deed.ASK_SAVE, id="a save is asked for"),
         pytest.param(replace(UNTIL[Check.SAVE], asked_s=9.5), TRAINING, Deed.WAIT, id="it is asked for once"),
