@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from runner.cli.output import out
-from runner.cli.runs import find_run, is_alive
-from runner.cli.stores import is_address, open_run
+from runner.cli.runs import find_in_store, find_run, is_alive
+from runner.cli.stores import open_run
 from runner.errors import JobError
 from runner.supervise.logs import Follower, Line, find_streams, tail
 
@@ -37,8 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.run is not None and is_address(args.run):
-        return _from_the_store(args)
+    if address := find_in_store(args.run, os.environ):
+        return _from_the_store(args, address)
     run_dir = find_run(args.run, os.environ)
     folder = _attempt(run_dir, args.attempt)
     _expect_rank(folder, args.rank)
@@ -50,20 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_the_store(args: argparse.Namespace) -> int:
+def _from_the_store(args: argparse.Namespace, address: str) -> int:
     """The ends of the logs, as the runner copied them last."""
     if args.follow:
         raise JobError(
             "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
         )
-    run = open_run(args.run)
+    run = open_run(address)
     sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
     numbers = sorted({key.split("/")[2] for key in sizes})
     wanted = numbers[-1:] if args.attempt is None else [n for n in numbers if n == f"attempt-{args.attempt:04d}"]
     if not wanted:
         known = ", ".join(number.removeprefix("attempt-").lstrip("0") for number in numbers) or "none"
         raise JobError(
-            f"{args.run}: expected logs of {'an attempt' if args.attempt is None else f'attempt {args.attempt}'}, found {known}"
+            f"{address}: expected logs of {'an attempt' if args.attempt is None else f'attempt {args.attempt}'}, found {known}"
         )
     prefix = f"{run.job}/logs/{wanted[0]}/"
     with tempfile.TemporaryDirectory() as name:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from runner.cli.load import load_job
+from runner.cli.stores import is_address
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
+from runner.job import Job
 
 STATUS: Final = "status.json"
 LOCK: Final = "lock"
@@ -23,9 +25,20 @@ def find_run(which: str | None, env: Mapping[str, str]) -> Path:
         return _newest(workspace)
     path = Path(which)
     if path.is_file():
-        return _existing(Path(load_job(which, env).job.run_dir), workspace)
+        return _of_job(load_job(which, env).job, workspace)
     candidates = (path.absolute(), workspace / which)
     return next((folder for folder in candidates if is_run(folder)), None) or _missing(which, workspace)
+
+
+def find_in_store(which: str | None, env: Mapping[str, str]) -> str | None:
+    """Address of a run that is named by it, or by a job.yaml whose run is not on this machine."""
+    if which is None or is_address(which):
+        return which
+    if not Path(which).is_file():
+        return None
+    job = load_job(which, env).job
+    is_reachable = job.offload.to and job.offload.endpoint in {None, env.get("AWS_ENDPOINT_URL")}
+    return f"{job.offload.to}/{job.name}" if is_reachable and not is_run(Path(job.run_dir)) else None
 
 
 def is_run(folder: Path) -> bool:
@@ -63,7 +76,14 @@ def _changed_at(run_dir: Path) -> float:
     return max(mark.stat().st_mtime for mark in map(run_dir.joinpath, _MARKS) if mark.is_file())
 
 
-def _existing(run_dir: Path, workspace: Path) -> Path:
+def _of_job(job: Job, workspace: Path) -> Path:
+    """Its folder is on the machine that it runs on, which may be another one, or a simulated one."""
+    run_dir = Path(job.run_dir)
+    if not is_run(run_dir) and job.offload.to:
+        raise JobError(
+            f"{run_dir}: expected the run folder of {job.name}, found none on this machine",
+            hint=f"it may run on another, or a simulated one: name the run in its store: {job.offload.to}/{job.name}",
+        )
     return run_dir if is_run(run_dir) else _missing(str(run_dir), workspace)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.output import out, out_json
-from runner.cli.runs import STATUS, find_run, is_alive
-from runner.cli.stores import is_address, read_small
+from runner.cli.runs import STATUS, find_in_store, find_run, is_alive
+from runner.cli.stores import read_small
 from runner.errors import JobError
 from runner.facts import LeaseState, Verdict
 from runner.words import span
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 def read_status(which: str | None) -> tuple[Status, bool | None]:
     """The status and whether its runner lives; None where that cannot be seen from here."""
-    if which is not None and is_address(which):
-        return _parse(f"{which}/{STATUS}", read_small(which, STATUS)), None
+    if address := find_in_store(which, os.environ):
+        return _parse(f"{address}/{STATUS}", read_small(address, STATUS)), None
     run_dir = find_run(which, os.environ)
     return _parse(str(run_dir / STATUS), _read(run_dir)), is_alive(run_dir)
 

@@ -373,6 +373,25 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path, cli):
     assert f"error: lama: expected a run folder, a name in {tmp_path}, or a job.yaml; runs there: llama" in done.stderr
 
 
+def test_a_job_that_runs_elsewhere_is_found_in_its_store(tmp_path, cli):
+    """
+    On a rented machine, or a simulated one; what needs the machine itself names the store.
+    """
+    (tmp_path / "job.yaml").write_text(JOB.replace("s3://bucket/runs", f"'file://{tmp_path}/store'"))
+    run = write_run(tmp_path / "store" / "llama")
+    for stream in ("stdout", "stderr"):
+        log = run / "logs" / "attempt-0001" / "x" / "attempt_0" / "0" / f"{stream}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{stream} of rank 0\n")
+
+    status, logs, stop = (cli(command, "job.yaml") for command in ("status", "logs", "stop"))
+
+    assert (0, "llama  running") == (status.returncode, status.stdout[:14]), status.stderr
+    assert (0, True) == (logs.returncode, "stdout of rank 0" in logs.stdout), logs.stderr
+    assert 2 == stop.returncode
+    assert f"name the run in its store: file://{tmp_path}/store/llama" in stop.stderr
+
+
 # -------------------------------------------------------------------------------------- stop
 
 
