@@ -53,10 +53,7 @@ def _tell(check: Check, found: Mapping[str, Any]) -> str:  # noqa: PLR0911  # on
         case Check.CRASH:
             return _tell_crash(found)
         case Check.LEAVE:
-            return (
-                f"SIGTERM at step {found['asked_at_step']}: exit {found['exit_code']} after {seconds(found['seconds'])} "
-                f"(grace period {span(found['grace_s'])}), newest checkpoint of step {found['saved_step']}"
-            )
+            return _tell_leave(found)
         case Check.RESTORE:
             return (
                 f"step {found['step']}, {size(found['size_bytes'])}, from the store into an empty folder in "
@@ -75,10 +72,19 @@ def _tell_save(found: Mapping[str, Any]) -> str:
 
 def _tell_crash(found: Mapping[str, Any]) -> str:
     steps = max(found["killed_at_step"] - found["resumed_step"], 0)
+    at = f" at step {found['killed_at_step']}" if found["killed_at_step"] else ""  # a framework tells none
+    again = f" ({steps} steps made again)" if at else ""
     return (
-        f"rank {found['rank']} killed at step {found['killed_at_step']}: trains again {seconds(found['seconds'])} later, "
-        f"from step {found['resumed_step']} ({steps} steps made again); first error named: {found['first_error'] or 'none'}"
+        f"rank {found['rank']} killed{at}: trains again {seconds(found['seconds'])} later, "
+        f"from step {found['resumed_step']}{again}; first error named: {found['first_error'] or 'none'}"
     )
+
+
+def _tell_leave(found: Mapping[str, Any]) -> str:
+    at = f" at step {found['asked_at_step']}" if found["asked_at_step"] else ""
+    saved = f", newest checkpoint of step {found['saved_step']}" if found["saved_step"] else ", no checkpoint"
+    took = f"exit {found['exit_code']} after {seconds(found['seconds'])} (grace period {span(found['grace_s'])})"
+    return f"SIGTERM{at}: {took}{saved}"
 
 
 def seconds(took: float) -> str:

@@ -37,7 +37,7 @@ from runner.cli.runs import is_alive
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Checkpoint, Server
 from runner.folder import RunFolder
-from runner.job import ArchiveSource, FinishPolicy, GitSource, Job, Limits, OnLimit, ProviderName, ProviderPolicy
+from runner.job import ArchiveSource, AtEnd, FinishPolicy, GitSource, Job, Limits, OnLimit, ProviderName, ProviderPolicy
 from runner.policy.rehearsal import (
     Beat,
     Check,
@@ -142,7 +142,7 @@ def derive(loaded: LoadedJob, limit: timedelta) -> Job:
                 update={"dir": str(checkpoints), "watch": _saves(real, mine, root)}
             ),
             "outputs": tuple(folder for folder in mine.outputs if folder not in real.outputs),
-            "limits": Limits(max_duration=limit + real.restart.grace_period + _SLACK, on_limit=OnLimit.STOP_ANYWAY),
+            "limits": Limits(max_duration=2 * limit + real.restart.grace_period + _SLACK, on_limit=OnLimit.STOP_ANYWAY),
             "finish": FinishPolicy(save_folder=str(root)),
             "provider": ProviderPolicy(kind=ProviderName.NONE),
             "notify": (),
@@ -525,6 +525,8 @@ class _Rehearsal:
         self._server, problem = as_told(server, answer), doubt(server, answer)
         keep = None if self._real.offload.to else self._real.finish.save_folder
         text = PROVIDERS[server.provider].explain(Keep(keep), answer)
+        if self._real.finish.on_success is AtEnd.KEEP:
+            text = f"after a success it is kept, and billed (finish.on_success); at the limit: {text}"
         self._tell(
             Result(
                 check=Check.STOP,
