@@ -28,11 +28,12 @@ def test_every_answer_is_one_that_the_contract_promises(house: Farmhouse):
     st = Path(sys.executable).with_name("st")
     header = f"Authorization: Bearer {house.farm.account_key}"
     phases = ("--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--max-time", "40")
+    patient = ("--request-timeout", "60")
     steady = ("--generation-deterministic", "--continue-on-failure", "--no-color", "--warnings", "off")
 
     done = subprocess.run(
         [
-            *(str(st), "run", str(CONTRACT), "--url", house.url, "--header", header, *phases, *steady),
+            *(str(st), "run", str(CONTRACT), "--url", house.url, "--header", header, *phases, *steady, *patient),
             *("--exclude-checks", ",".join(NOT_ITS_BUSINESS), "--exclude-path-regex", CONTROLS_OF_THE_TEST),
         ],
         capture_output=True,
