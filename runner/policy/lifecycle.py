@@ -779,6 +779,8 @@ def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
             is_usage = state.exit_code == WRONG_JOB
             return _refuse_job(reason, job, seen) if is_usage else _refuse(Outcome.STORE, reason, job, seen)
         return _begin(kind, subject, seen) or Wait(retry_at(state))
+    if isinstance(state, Finished) and state.subject == subject:
+        return Begin(kind, subject)  # it came and is gone again: removed by hand, or set aside since
     return _begin(kind, subject, seen) or Wait()
 
 

@@ -19,6 +19,8 @@ from runner.facts import (
     Finished,
     Hang,
     History,
+    Lease,
+    LeaseState,
     Live,
     Observed,
     Outcome,
@@ -1058,3 +1060,19 @@ def test_no_power_loss_takes_a_run_back_to_step_0(tmp_path):
 
         assert (0, True) == (end.code, all(step for _, step in elsewhere.launches))
         shutil.rmtree(root)
+
+
+def test_a_checkpoint_that_came_back_and_is_gone_again_is_brought_once_more():
+    """
+    Set aside, or removed by hand: waiting for it would cost money until the limit.
+    """
+    checkpoint = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+    history = History(accepted_at=START, opened_at=START)
+    seen = Observed(now=START, boot_id="b", life="l", offsite=(checkpoint,), lease=Lease(state=LeaseState.HELD))
+    lease = Running(subject="of the run", started_at=START)
+    done = {TaskKind.LEASE: lease, TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
+    there = {**done, TaskKind.RESTORE: Finished(subject=checkpoint.ref.name, at=START)}
+
+    assert Begin(TaskKind.RESTORE, checkpoint.ref.name) == decide(JOB, history, replace(seen, tasks=done))
+    assert Begin(TaskKind.RESTORE, checkpoint.ref.name) == decide(JOB, history, replace(seen, tasks=there))
+    assert isinstance(decide(JOB, history, replace(seen, tasks=there, local=(checkpoint,))), Launch)
