@@ -152,14 +152,14 @@ def derive(loaded: LoadedJob, limit: timedelta) -> Job:
 
 def _saves(real: Job, mine: Job, root: Path) -> str:
     """Where a framework saves; `JobError` if that cannot be another folder than the real run's."""
-    if get_framework(real).uses_library or mine.checkpoint.watch != real.checkpoint.watch:
+    if get_framework(real).uses_library or "{checkpoint_dir}" in real.command:
+        return str(root / "saves")
+    if mine.checkpoint.watch != real.checkpoint.watch:
         return mine.checkpoint.watch
-    if "{checkpoint_dir}" not in real.command:
-        raise JobError(
-            f"command: expected {{checkpoint_dir}} in it, since it would save into {real.checkpoint.watch}, the real run's",
-            hint="say {checkpoint_dir} where the command names that folder (docs/frameworks.md)",
-        )
-    return str(root / "saves")
+    raise JobError(
+        f"command: expected {{checkpoint_dir}} in it, since it would save into {real.checkpoint.watch}, the real run's",
+        hint="say {checkpoint_dir} where the command names that folder (docs/frameworks.md)",
+    )
 
 
 def _environment(env: Mapping[str, str], real: Job, root: Path) -> dict[str, str]:
@@ -577,14 +577,14 @@ class _Rehearsal:
         if self._job.offload.to is None:
             return True
         try:
-            self._place = _Place(self._job, 2 * self._limit + _SLACK)
-            self._place.take()
+            place = _Place(self._job, 2 * self._limit + _SLACK)
+            place.take()
         except StoreError as error:
-            self._place = None
             self._tell(
                 Result(check=Check.STORE, mark=Mark.FAILED, problem=str(error), cure=error.hint, code=error.exit_code)
             )
             return False
+        self._place = place  # only now: what is not ours is not to be cleared
         return True
 
     def _clear_place(self) -> None:

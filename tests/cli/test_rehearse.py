@@ -190,18 +190,33 @@ def test_an_interrupted_rehearsal_cleans_up_at_once(job, environment, tmp_path):
     assert [] == list((tmp_path / "store").rglob("*"))
 
 
-def test_a_run_that_only_looks_like_a_rehearsal_is_not_touched(rehearse, tmp_path):
+@pytest.mark.parametrize("place", ["night-rehearsal/precious", "store/night-rehearsal/checkpoints/precious"])
+def test_a_run_that_only_looks_like_a_rehearsal_is_not_touched(rehearse, tmp_path, place):
     """
-    A folder of that name that no rehearsal made is refused, not emptied.
+    What no rehearsal made is refused under that name, here and in the store, not removed.
     """
-    precious = tmp_path / "night-rehearsal" / "precious"
-    precious.parent.mkdir()
+    precious = tmp_path / place
+    precious.parent.mkdir(parents=True)
     precious.write_text("mine")
 
     code, _, log = rehearse()
 
     assert 2 == code, log
     assert "mine" == precious.read_text()
+
+
+def test_the_place_of_another_machine_that_rehearses_is_left_to_it(rehearse, tmp_path):
+    """
+    Exit 5 while its time is not over, and nothing of it is removed.
+    """
+    mark = tmp_path / "store" / "night-rehearsal" / "rehearsal.json"
+    mark.parent.mkdir(parents=True)
+    mark.write_text(json.dumps({"who": "another:/workspace/night-rehearsal", "until": "2999-01-01T00:00:00+00:00"}))
+
+    code, _, log = rehearse()
+
+    assert 5 == code, log
+    assert mark.exists()
 
 
 @pytest.fixture
