@@ -38,10 +38,11 @@ _CERTAIN_LINE: Final = re.compile(
     r": error: (?:unrecognized arguments|the following arguments are required|argument )|can't open file '"
 )
 _OF_THE_MACHINE: Final = frozenset({"container", "machine", "nccl", "setup", "shm"})  # categories
+_OF_THE_USER: Final = frozenset({"user_code", "user_config"})  # categories
 _CHANCE: Final = frozenset({"network_storage", "signal", "unknown"})  # categories: they happen to a job
 _KILLED: Final = "sigkill_unknown"
 _UNSAFE: Final = frozenset({"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"})  # runs what a file holds: only a person may say so
-_DIGITS: Final = re.compile(r"0x[0-9a-f]+|\d+")
+_DIGITS: Final = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,10 @@ def _is_same_step(one: Attempt, other: Attempt) -> bool:
 
 
 def _may_be_chance(found: Diagnosis) -> bool:
-    """Or nobody knows for certain what it was."""
+    """Or nobody knows for certain what it was. An exception of the user's that comes back is as certain as it gets."""
     by_chance = found.category in _CHANCE or found.label == _KILLED or found.decision is Decision.RETRY_AS_IS
-    return by_chance or found.confidence != "high"
+    is_users = found.category in _OF_THE_USER and found.decision is Decision.GIVE_UP_USER
+    return by_chance or found.confidence not in ({"high", "medium"} if is_users else {"high"})
 
 
 # ------------------------------------------------------------------------ the one change

@@ -143,6 +143,7 @@ def died(number, found, *, step=300, resume=200, env=None, ending=FAILED, lasted
 
 
 BUG = diagnosis("user_exception", "give_up_user", line="rank 3: ValueError: sample 17")
+BOOM = replace(BUG, primary_line="[rank0]: RuntimeError: boom at 60", confidence="medium")
 SYNTAX = diagnosis("user_exception", "give_up_user", line="SyntaxError: invalid syntax")
 MODULE = diagnosis("missing_module", "give_up_user", category="user_config", line="ModuleNotFoundError: x")
 ECC = diagnosis("gpu_ecc", "give_up_machine", category="machine")
@@ -192,6 +193,32 @@ GAVE_UP, REFUSED = Outcome.GAVE_UP, Outcome.REFUSED
         pytest.param([died(1, STUCK), died(2, STUCK)], GAVE_UP, id="stuck at the same step"),
         pytest.param([died(1, KILLED), died(2, KILLED)], None, id="killed from outside twice"),
         pytest.param([died(1, RESET), died(2, RESET)], None, id="the network twice"),
+        pytest.param([died(1, BOOM, resume=None), died(2, BOOM)], GAVE_UP, id="a plain exception at the same step"),
+        pytest.param([died(1, BOOM, step=0), died(2, BOOM, step=0)], GAVE_UP, id="a plain exception at the start"),
+        pytest.param(
+            [
+                died(1, replace(BOOM, primary_line="[rank0]: RuntimeError: bad tensor at 0x7F3A")),
+                died(2, replace(BOOM, primary_line="[rank1]: RuntimeError: bad tensor at 0x7F4B")),
+            ],
+            GAVE_UP,
+            id="a plain exception, another rank and address",
+        ),
+        pytest.param([died(1, BOOM), died(2, BOOM, step=450, resume=400)], None, id="a plain exception further on"),
+        pytest.param(
+            [died(1, BOOM), died(2, replace(BOOM, primary_line="[rank0]: EOFError"))], None, id="another exception"
+        ),
+        pytest.param(
+            [died(n, replace(BOOM, confidence="low")) for n in (1, 2)], None, id="an exception that is hardly seen"
+        ),
+        *(
+            pytest.param([died(n, replace(BOOM, category=category)) for n in (1, 2)], None, id=f"perhaps {category}")
+            for category in ("network_storage", "nccl", "machine_memory", "process", "signal", "unknown")
+        ),
+        pytest.param(
+            [died(n, replace(BOOM, decision=Decision.RESUME)) for n in (1, 2)],
+            None,
+            id="perhaps, and worth another try",
+        ),
         pytest.param([died(1, P2P, step=0), died(2, P2P, step=0, env=NO_P2P)], REFUSED, id="the change did not help"),
         pytest.param([died(1, PICKLE), died(2, PICKLE)], GAVE_UP, id="what nobody may change"),
         pytest.param([died(n, RESET, step=n, resume=200) for n in (1, 2, 3)], GAVE_UP, id="the budget"),
