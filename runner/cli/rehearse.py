@@ -9,7 +9,6 @@ in `policy/rehearsal.py`. Nothing of the real run is touched, and nothing of the
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -18,31 +17,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
 from runner.cli.load import LoadedJob, load_job
-from runner.cli.output import Bar, out, out_json
+from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
+from runner.cli.rehearsal_eye import LOG, Eye
+from runner.cli.rehearsal_place import MARK, Place, empty, end_run, own_folder, read_mark
 from runner.cli.rehearsal_words import describe, night
 from runner.cli.rental import as_told, ask, doubt, rented
 from runner.cli.runs import is_alive
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Checkpoint, Server
-from runner.folder import RunFolder
-from runner.job import ArchiveSource, AtEnd, FinishPolicy, GitSource, Job, Limits, OnLimit, ProviderName, ProviderPolicy
+from runner.job import AtEnd, FinishPolicy, Job, Limits, OnLimit, ProviderName, ProviderPolicy
 from runner.policy.rehearsal import (
-    Beat,
     Check,
     Deed,
-    Kill,
     Mark,
     Notes,
     Result,
@@ -53,34 +50,19 @@ from runner.policy.rehearsal import (
     missing,
     verdict,
 )
-from runner.storage import journal
-from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
-from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
-from runner.supervise.cards import Cards
-from runner.supervise.page import ProgressReader
-from runner.supervise.process import Process
-from runner.supervise.pulse import PulseReader
-from vramfarm.protocol import Env, Ref, Slot, Word
 
 if TYPE_CHECKING:
-    from runner.storage.offsite import Store
+    pass
 
-_SUFFIX: Final = "-rehearsal"
+SUFFIX: Final = "-rehearsal"
 _MAX_NAME: Final = 63
-_MARK: Final = "rehearsal.json"  # what has it is a rehearsal's, and may be removed
-_LOG: Final = "rehearsal.log"
-_KEPT: Final = frozenset({_MARK, _LOG, "job.yaml", "journal.jsonl", "status.json", "logs", "evidence"})
-_GUARDIAN_MARK: Final = "VRAMFARM_GUARDIAN"
+_KEPT: Final = frozenset({MARK, LOG, "job.yaml", "journal.jsonl", "status.json", "logs", "evidence"})
 _NOTIFY: Final = "RUNNER_NOTIFY_URL"
 _SLACK: Final = timedelta(minutes=10)  # of the run's own limit, for whatever outlives a killed rehearsal
 _LOOK_EVERY_S: Final = 0.25
 _BEAT_EVERY_S: Final = 0.02
-_MOST_BEATS: Final = 20_000
-_NS: Final = 1e-9
-_TAIL_BYTES: Final = 1 << 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if is_alive(Path(loaded.job.run_dir)):
         raise LockedError(f"{loaded.job.run_dir}: this run is at work here", hint="rehearse before it, or after it")
     rehearsal = _Rehearsal(loaded, job, args, env)
-    with _own_folder(loaded.job, job) as root:
+    with own_folder(loaded.job, job) as root:
         rehearsal.play(root)
         return rehearsal.close(root)
 
@@ -130,7 +112,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def derive(loaded: LoadedJob, limit: timedelta) -> Job:
     """The same job under another name: its folders, its place in the store, and no server to stop."""
     real = loaded.job
-    name = f"{real.name[: _MAX_NAME - len(_SUFFIX)]}{_SUFFIX}"
+    name = f"{real.name[: _MAX_NAME - len(SUFFIX)]}{SUFFIX}"
     mine = loaded.written.model_copy(update={"name": name}).fill(
         workspace=str(loaded.workspace), date=loaded.date, config_dir=str(loaded.folder)
     )
@@ -169,268 +151,6 @@ def _environment(env: Mapping[str, str], real: Job, root: Path) -> dict[str, str
     return {**kept, **nobody, _NOTIFY: "", "VRAMFARM_WORKSPACE": str(root)}
 
 
-# -------------------------------------------------------------------------- its own folder
-
-
-@contextmanager
-def _own_folder(real: Job, job: Job) -> Iterator[Path]:
-    """Empty, and this rehearsal's alone. What an earlier one left behind is ended and removed."""
-    root, source = Path(job.run_dir), Path(real.run_dir) / "source"
-    if root.exists() and not (root / _MARK).exists() and any(root.iterdir()):
-        raise JobError(f"{root}: expected the folder of a rehearsal, found one of something else", hint="rename that")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / _MARK).open("a+") as mark:
-            _lock(mark, root)
-            _end_run(root, _read_mark(root))
-            pages.remove_stale(root)
-            _empty(root, keep=frozenset({_MARK}))
-            (root / _MARK).write_text("{}")
-            if job.setup or isinstance(job.source, GitSource | ArchiveSource):
-                source.mkdir(parents=True, exist_ok=True)
-                (root / "source").symlink_to(source)  # so that the night finds it in place
-            try:
-                yield root
-            except BaseException:
-                _end_run(root, _read_mark(root))
-                shutil.rmtree(root, ignore_errors=True)
-                raise
-            finally:
-                for folder in (source, source.parent):
-                    with suppress(OSError):  # not there, or not empty
-                        folder.rmdir()
-    except OSError as error:
-        raise MachineError(f"{error.filename or root}: {error.strerror or error}") from error
-
-
-def _lock(mark: IO[str], root: Path) -> None:
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockedError(f"{root}: another rehearsal of this job is at work", hint="wait for it") from None
-
-
-def _read_mark(root: Path) -> Process | None:
-    """The guardian of the run in this folder."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        fields = json.loads((root / _MARK).read_bytes())
-        return Process(int(fields["pid"]), int(fields["started"]))
-    return None
-
-
-def _end_run(root: Path, guardian: Process | None) -> None:
-    """Every process of the rehearsal's run, now."""
-    if guardian is not None:
-        process.kill([guardian], signal.SIGKILL)
-    who = f"{guardian.pid}-{guardian.started}" if guardian else "nobody"
-
-    def look() -> tuple[Process, ...]:
-        return (*process.find(_GUARDIAN_MARK, who), *process.find(Env.RUN, str(root)))
-
-    process.end_all(look)
-
-
-def _empty(root: Path, keep: frozenset[str]) -> None:
-    for path in root.iterdir():
-        if path.name not in keep:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-# --------------------------------------------------------------------------- its own place in the store
-
-
-class _Place:
-    """`<store>/<name>-rehearsal`. Only what carries our mark is ever removed."""
-
-    def __init__(self, job: Job, limit: timedelta) -> None:
-        from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
-
-        self.store: Store = open_store(job.offload, os.environ)
-        self._name, self._key, self._limit = job.name, f"{job.name}/{_MARK}", limit
-        self._who = f"{socket.gethostname()}:{job.run_dir}"
-
-    def take(self) -> None:
-        """`StoreError` if the store refuses; `JobError` or `LockedError` if the place is somebody else's."""
-        mark = self._read()
-        if mark is None and any(True for _ in self.store.list(f"{self._name}/")):
-            raise JobError(
-                f"{self.store.address}/{self._name}: expected nothing, or what a rehearsal left, found something else",
-                hint="give the job another name for the rehearsal",
-            )
-        now = datetime.now(UTC)
-        if mark and mark.get("who") != self._who and now.isoformat() < str(mark.get("until", "")):
-            raise LockedError(
-                f"{self.store.address}/{self._name}: {mark.get('who')} rehearses this job until {mark['until']}"
-            )
-        self.clear()
-        until = (now + self._limit).isoformat()
-        self.store.put(self._key, json.dumps({"who": self._who, "until": until}).encode())
-
-    def _read(self) -> Mapping[str, Any] | None:
-        raw = self.store.get(self._key)
-        if raw is None:
-            return None
-        with suppress(ValueError):
-            fields = json.loads(raw)
-            return fields if isinstance(fields, dict) else {}
-        return {}
-
-    def clear(self) -> None:
-        from runner.storage.offsite.transfer import remove_run  # noqa: PLC0415  # slow
-
-        remove_run(self.store, self._name)
-
-    def restore(self, folder: Path) -> Checkpoint:
-        """The newest, into a folder that has nothing."""
-        from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
-
-        newest = transfer.survey(self.store, self._name).checkpoints[-1]
-        with Bar() as bar:
-            return transfer.restore(self.store, self._name, newest.ref, CheckpointDir(folder, Disk()), bar)
-
-
-# ---------------------------------------------------------------------------- what is seen
-
-
-@dataclass
-class _Page:
-    """Of one attempt."""
-
-    attempt: str
-    reader: ProgressReader | None = None
-
-
-class _Eye:
-    """Looks at the run from outside."""
-
-    def __init__(self, job: Job, child: subprocess.Popen[bytes]) -> None:
-        self._job, self._child = job, child
-        self._root = Path(job.run_dir)
-        self._folder = RunFolder(root=self._root)
-        self._checkpoints = CheckpointDir(Path(job.checkpoint.dir), Disk())
-        self._begun_s = time.monotonic()
-        self._page = _Page("")
-        self._beats: list[Beat] = []
-        self._pulses: dict[str, PulseReader] = {}
-        self._uses_library = get_framework(job).uses_library
-
-    def now_s(self) -> float:
-        return time.monotonic() - self._begun_s
-
-    def look(self) -> Seen:
-        code = self._child.poll()  # first: what an ended run wrote is all there
-        history, status = journal.read(self._folder.journal), self._status()
-        last = history.attempts[-1] if history.attempts else None
-        if last is not None:
-            self._follow(last.id)
-        self.beat()
-        progress = self._page.reader.read() if self._page.reader else None
-        said = {} if code is None else self._last_words()
-        store_error, gave_up, hint = self._store_trouble()
-        committed = self._checkpoints.committed()
-        brought = {c.ref.id for c in committed if c.origin}  # of another run (checkpoint.resume): no save of this one
-        launched = (datetime.now(UTC) - last.launched_at).total_seconds() if last else 0.0
-        return Seen(
-            now_s=self.now_s(),
-            code=code,
-            reason=history.conclusion.reason if history.conclusion else said.get("error", ""),
-            hint=said.get("hint", "") or hint,
-            message=str(status.get("message") or ""),
-            store_error=store_error,
-            store_gave_up=gave_up,
-            verdict=str((status.get("verdict") or {}).get("verdict", "")),
-            reasons=tuple((status.get("verdict") or {}).get("reasons", ())),
-            launched_s=self.now_s() - launched if last else None,
-            attempts=history.attempts,
-            step=progress.step if progress else last.step if last else 0,
-            shows_progress=bool(last and not self._uses_library and self._shows_progress(last.number, last.id)),
-            beats=tuple(self._beats),
-            local=tuple(c for c in committed if not c.origin),
-            offsite=tuple(
-                Ref(c["lineage"], c["step"], 0, c["id"])
-                for c in status.get("checkpoints", ())
-                if c.get("verified") and c["id"] not in brought
-            ),
-            save_s=self._page.reader.page[Word.SAVE_NS] * _NS if self._page.reader else 0.0,
-            save_error=progress.save_error if progress and progress.num_failed else "",
-            upload_s=float(status.get("last_upload_s") or 0.0),
-            free_bytes=shutil.disk_usage(self._root).free,
-        )
-
-    def beat(self) -> None:
-        """Rank 0's newest step, if it is new."""
-        if self._page.reader is None:
-            return
-        page = self._page.reader.page
-        at_s, step = page.get(0, Slot.BEAT_NS) * _NS - self._begun_s, page.get(0, Slot.STEP)
-        if step and len(self._beats) < _MOST_BEATS and (not self._beats or self._beats[-1].step != step):
-            self._beats.append(Beat(at_s=at_s, step=step))
-
-    def ask_save(self) -> bool:
-        if self._page.reader is None:
-            return False
-        pages.request_save(self._page.reader.page)
-        return True
-
-    def kill_rank(self, seen: Seen) -> Kill | None:
-        """The highest rank, as a crash of its own would end it; None if no rank can be told."""
-        last = seen.attempts[-1]
-        live = attempts.live(last.id)
-        if live is None:
-            return None
-        page = self._page.reader.page if self._page.reader else None
-        ranks = PulseReader(self._folder.attempt(last.number), Cards("")).read(live, page, closely=False).ranks
-        if not ranks:
-            return None
-        with suppress(ProcessLookupError):
-            victim = process.identify(ranks[-1].pid)
-            now = self.now_s()
-            process.kill([victim], signal.SIGKILL)
-            return Kill(attempt=last.number, rank=ranks[-1].rank, step=seen.step, at_s=now)
-        return None
-
-    def _follow(self, attempt: str) -> None:
-        if self._page.attempt != attempt:
-            self._page, self._beats = _Page(attempt), []
-        if self._page.reader is None and (page := pages.find(self._root, attempt)):
-            self._page.reader = ProgressReader(page)
-
-    def _shows_progress(self, number: int, attempt: str) -> bool:
-        live = attempts.live(attempt)
-        if live is None:
-            return False
-        reader = self._pulses.setdefault(attempt, PulseReader(self._folder.attempt(number), Cards("")))
-        return bool(reader.read(live, None, closely=False).progress)
-
-    def _status(self) -> Mapping[str, Any]:
-        with suppress(OSError, ValueError):
-            return dict(json.loads(self._folder.status.read_bytes()))
-        return {}
-
-    def _store_trouble(self) -> tuple[str, bool, str]:
-        """(error, it is not tried again, hint) of the newest copy, else of the newest look into the store."""
-        for kind in ("upload", "survey"):
-            last = _last_line(self._folder.tasks / f"{kind}.jsonl")
-            if last:
-                return str(last.get("error", "")), bool(last.get("final")), str(last.get("hint", ""))
-        return "", False, ""
-
-    def _last_words(self) -> dict[str, str]:
-        """`error: …` and `hint: …` as `run` says them when it ends early."""
-        with suppress(OSError):
-            raw = (self._root / _LOG).read_bytes()[-_TAIL_BYTES:]
-            words = [line.partition(": ") for line in raw.decode(errors="replace").splitlines()]
-            return {name: text for name, _, text in reversed(words) if name in {"error", "hint"}}
-        return {}
-
-
-def _last_line(path: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, IndexError):
-        fields = json.loads(path.read_bytes()[-_TAIL_BYTES:].splitlines()[-1])
-        return fields if isinstance(fields, dict) else {}
-    return {}
-
-
 # --------------------------------------------------------------------------- the rehearsal
 
 
@@ -441,7 +161,7 @@ class _Rehearsal:
         self._loaded, self._real, self._job, self._env = loaded, loaded.job, job, env
         self._limit = timedelta(minutes=args.minutes)
         self._as_json: bool = args.json
-        self._place: _Place | None = None
+        self._place: Place | None = None
         self._results: list[Result] = []
         self._server: Server | None = None
         self._newest: Checkpoint | None = None
@@ -459,7 +179,7 @@ class _Rehearsal:
             self._watch(root, self._start(root))
             self._try_restore(root)
         except BaseException:
-            _end_run(root, _read_mark(root))
+            end_run(root, read_mark(root))
             self._clear_place()
             raise
 
@@ -470,9 +190,9 @@ class _Rehearsal:
         ordered = sorted(self._results, key=lambda result: list(Check).index(result.check))
         code = exit_code(ordered)
         self._clear_place()
-        has_logs = bool(code) and (root / _LOG).exists()
+        has_logs = bool(code) and (root / LOG).exists()
         if has_logs:
-            _empty(root, keep=_KEPT)
+            empty(root, keep=_KEPT)
         else:
             shutil.rmtree(root)
         pages.remove_stale(root)
@@ -487,7 +207,7 @@ class _Rehearsal:
         )]  # fmt: skip
         for line in figures:
             self._say(f"{'night':<8} {line}")
-        said, logs = verdict(ordered), str(root / _LOG) if has_logs else None
+        said, logs = verdict(ordered), str(root / LOG) if has_logs else None
         self._say(f"verdict: {said}" + (f"; its log is {logs}" if logs else ""))
         if self._as_json:
             out_json({
@@ -577,7 +297,7 @@ class _Rehearsal:
         if self._job.offload.to is None:
             return True
         try:
-            place = _Place(self._job, 2 * self._limit + _SLACK)
+            place = Place(self._job, 2 * self._limit + _SLACK)
             place.take()
         except StoreError as error:
             self._tell(
@@ -621,11 +341,11 @@ class _Rehearsal:
         (root / "job.yaml").write_text(text)
         argv = (sys.executable, "-I", "-m", "runner", "understudy", "--parent", str(os.getpid()))
         env = _environment(os.environ, self._real, root)
-        with (root / "job.yaml").open("rb") as job, (root / _LOG).open("ab") as log:
+        with (root / "job.yaml").open("rb") as job, (root / LOG).open("ab") as log:
             child = subprocess.Popen(
                 argv, env=env, cwd=self._loaded.folder, stdin=job, stdout=log, stderr=log, start_new_session=True
             )
-        (root / _MARK).write_text(json.dumps({"pid": child.pid, "started": process.identify(child.pid).started}))
+        (root / MARK).write_text(json.dumps({"pid": child.pid, "started": process.identify(child.pid).started}))
         return child
 
     def _watch(self, root: Path, child: subprocess.Popen[bytes]) -> None:
@@ -638,7 +358,7 @@ class _Rehearsal:
             keep_last=job.checkpoint.keep_last,
             grace_s=job.restart.grace_period.total_seconds(),
         )
-        eye, notes = _Eye(self._job, child), Notes()
+        eye, notes = Eye(self._job, child), Notes()
         while True:
             seen = eye.look()
             self._learn(seen)
@@ -651,10 +371,10 @@ class _Rehearsal:
                 continue
             notes = self._do(act, eye, child, notes, seen)
             _wait(eye.beat)
-        _end_run(root, _read_mark(root))
+        end_run(root, read_mark(root))
         child.wait()
 
-    def _do(self, deed: Deed, eye: _Eye, child: subprocess.Popen[bytes], notes: Notes, seen: Seen) -> Notes:
+    def _do(self, deed: Deed, eye: Eye, child: subprocess.Popen[bytes], notes: Notes, seen: Seen) -> Notes:
         match deed:
             case Deed.ASK_SAVE if eye.ask_save():
                 return replace(notes, asked_s=eye.now_s())
