@@ -132,6 +132,7 @@ class Machine:
     paid_from: datetime
     seen_at: datetime
     is_anew: bool = False  # the operator reopened the run on it: limits count from here
+    concluded_at: datetime | None = None  # the run was over; what comes after is billed, and is no part of it
     outcome: str = ""
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()

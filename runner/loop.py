@@ -61,6 +61,7 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
     while True:
         history = journal.history
         seen = world.observe(history)
+        history = _remember_first_step(history, seen, journal)
         action = decide_and_tell(job, history, seen)
         tell(action, seen, history)
         match action:
@@ -76,6 +77,14 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
                 return action
             case _:
                 perform(action, seen, journal, world)
+
+
+def _remember_first_step(history: History, seen: Observed, journal: Journal) -> History:
+    """A runner that dies hours later must not take them for the start."""
+    last = history.attempts[-1] if history.attempts else None
+    if last is None or last.ending or last.first_step_at or seen.first_step_at is None:
+        return history
+    return journal.append(events.stepped(last.number, seen.first_step_at))
 
 
 def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks that none is missing
@@ -117,7 +126,6 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
                     at=seen.now,
                     diagnosis=diagnosis,
                     steps_per_s=rate,
-                    first_step_at=seen.first_step_at,
                 )
             )
             world.forget(journal.history.attempts[-1])

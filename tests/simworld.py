@@ -131,6 +131,7 @@ class SimWorld:
             progress=self._progress(bool(live)),
             divergence=divergence(self.loss) if live else None,
             leave_sent_at=self.leave_sent_at,
+            first_step_at=now if live and self.reached else None,
             local=self.dir.committed(),
             leftovers=() if live else self.dir.leftovers(),
             offsite=self.offsite,

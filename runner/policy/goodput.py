@@ -2,7 +2,8 @@
 Where the time of a run went, and its money: training that was kept, training that had to be
 done again, starting, set-up, waiting.
 
-An attempt's training counts as useful as far as its steps are in what came after it: up to
+A machine's time begins when it is paid for or the run is opened there, anew where the operator
+reopens it, and ends with the conclusion. An attempt's training counts as useful as far as its steps are in what came after it: up to
 the checkpoint the next attempt began with, or the newest there is.
 """
 
@@ -32,12 +33,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spending:
-    """Seconds of one machine, which add up to `total_s`. `cost`: of all of it."""
+    """Seconds of one machine until the run was over, which add up to `total_s`. `cost`: until it was last seen."""
 
     machine: Machine
     total_s: float
     setup_s: float  # before its first attempt
-    idle_s: float  # between attempts, and after the last
+    idle_s: float  # between attempts, and after the last until the run is over
     shares: tuple[Share, ...]
     cost: Decimal
 
@@ -70,33 +71,44 @@ def _step_of(attempt: Attempt) -> int:
 
 
 def _spend(machine: Machine, kept: dict[str, int]) -> Spending:
-    begin, end = min(machine.paid_from, machine.opened_at), machine.seen_at
-    shares = tuple(_share(attempt, kept[attempt.id], end) for attempt in machine.attempts)
-    total_s = max((end - begin).total_seconds(), 0.0)
-    first = machine.attempts[0].launched_at if machine.attempts else end
-    setup_s = min(max((first - begin).total_seconds(), 0.0), total_s)
+    begin = _begin(machine)
+    end = max(begin, min(machine.seen_at, machine.concluded_at or machine.seen_at))
+    shares: list[Share] = []
+    free_from = begin  # no second is told twice, whatever a clock did and whatever was reopened
+    for attempt in machine.attempts:
+        launched, ended = (min(max(at, free_from), end) for at in (attempt.launched_at, attempt.ended_at or end))
+        free_from = max(launched, ended)
+        shares.append(_share(attempt, kept[attempt.id], launched, free_from))
+    first = next((a.launched_at for a in machine.attempts if a.launched_at >= begin), end)
+    setup_s = _seconds(begin, min(first, end))
+    total_s = _seconds(begin, end)
     busy_s = sum(share.startup_s + share.useful_s + share.lost_s for share in shares)
     return Spending(
         machine=machine,
         total_s=total_s,
-        setup_s=setup_s,
+        setup_s=min(setup_s, max(total_s - busy_s, 0.0)),
         idle_s=max(total_s - setup_s - busy_s, 0.0),
-        shares=shares,
+        shares=tuple(shares),
         cost=cost(machine),
     )
 
 
-def _share(attempt: Attempt, kept_step: int, seen_at: datetime) -> Share:
-    ended = attempt.ended_at or max(seen_at, attempt.launched_at)
+def _begin(machine: Machine) -> datetime:
+    """Attempts of before a reopening are listed, and their time is not counted."""
+    return min(machine.paid_from, machine.opened_at)
+
+
+def _share(attempt: Attempt, kept_step: int, launched: datetime, ended: datetime) -> Share:
+    """Of the part of the attempt that counts: from `launched` to `ended`."""
     began, steps = _step_of(attempt), attempt.step - _step_of(attempt)
     if steps <= 0:
-        return Share(number=attempt.number, startup_s=_seconds(attempt.launched_at, ended), useful_s=0.0, lost_s=0.0)
-    trained_from = attempt.first_step_at or attempt.launched_at
+        return Share(number=attempt.number, startup_s=_seconds(launched, ended), useful_s=0.0, lost_s=0.0)
+    trained_from = min(max(attempt.first_step_at or launched, launched), ended)
     trained_s = _seconds(trained_from, ended)
     useful_s = trained_s * min(max(kept_step - began, 0) / steps, 1.0)
     return Share(
         number=attempt.number,
-        startup_s=_seconds(attempt.launched_at, trained_from),
+        startup_s=_seconds(launched, trained_from),
         useful_s=useful_s,
         lost_s=trained_s - useful_s,
     )
@@ -114,7 +126,8 @@ def goodput(spendings: tuple[Spending, ...]) -> float:
 
 def useful_cost(spending: Spending) -> Decimal:
     """Its part of the bill, by time."""
-    if not spending.total_s:
+    paid_s = _seconds(_begin(spending.machine), spending.machine.seen_at)
+    if not paid_s:
         return Decimal(0)
-    part = Decimal(str(spending.useful_s)) / Decimal(str(spending.total_s))
+    part = Decimal(str(spending.useful_s)) / Decimal(str(paid_s))
     return (spending.cost * part).quantize(_CENT, ROUND_HALF_UP)

@@ -37,13 +37,15 @@ def describe_machine(history: History, known: Machine, now: datetime, running: R
     opened = history.opened_at or now
     attempts = history.attempts
     if running and attempts and attempts[-1].ending is None:
-        last = replace(attempts[-1], step=running.step, first_step_at=running.first_step_at)
+        first_step_at = attempts[-1].first_step_at or running.first_step_at
+        last = replace(attempts[-1], step=running.step, first_step_at=first_step_at)
         attempts = (*attempts[:-1], last)
     return replace(
         known,
         opened_at=opened,
         seen_at=now,
         is_anew=history.earlier.is_anew,
+        concluded_at=history.conclusion.at if history.conclusion else None,
         outcome=history.conclusion.outcome if history.conclusion else "",
         reason=history.conclusion.reason if history.conclusion else "",
         attempts=attempts,
@@ -97,7 +99,8 @@ def dump(machines: tuple[Machine, ...]) -> dict[str, Any]:
 
 def dump_machine(machine: Machine) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(machine).items() if name != "attempts"}
-    times = {name: getattr(machine, name).isoformat() for name in _TIMES}
+    times: dict[str, str | None] = {name: getattr(machine, name).isoformat() for name in _TIMES}
+    times["concluded_at"] = machine.concluded_at.isoformat() if machine.concluded_at else None
     attempts = [dump_attempt(attempt) for attempt in machine.attempts[-MAX_ATTEMPTS:]]
     return {**fields, **times, "cost": str(cost(machine)), "attempts": attempts}
 
@@ -152,6 +155,7 @@ def parse_machine(entry: Mapping[str, Any]) -> Machine:
         price_per_hour=price,
         currency=str(entry.get("currency") or "EUR")[:10],
         is_anew=bool(entry.get("is_anew")),
+        concluded_at=_moment(entry.get("concluded_at")),
         attempts=tuple(_parse_attempt(found) for found in entry.get("attempts", [])),
         **known,
     )

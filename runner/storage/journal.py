@@ -62,6 +62,10 @@ def launched(attempt: Attempt) -> Event:
     }
 
 
+def stepped(number: int, at: datetime) -> Event:
+    return {"event": "stepped", "number": number, "at": at.isoformat()}
+
+
 def distrusted(number: int, step: int, reason: str) -> Event:
     return {"event": "distrusted", "number": number, "step": step, "reason": reason}
 
@@ -79,7 +83,6 @@ def exited(  # noqa: PLR0913  # the fields of the event
     at: datetime,
     diagnosis: Diagnosis | None = None,
     steps_per_s: float | None = None,
-    first_step_at: datetime | None = None,
 ) -> Event:
     return {
         "event": "exited",
@@ -87,7 +90,6 @@ def exited(  # noqa: PLR0913  # the fields of the event
         "code": exit_.code,
         "step": step,
         "steps_per_s": steps_per_s,
-        "first_step_at": first_step_at.isoformat() if first_step_at else None,
         "reason": reason,
         "diagnosis": None if diagnosis is None else _dump_diagnosis(diagnosis),
         "at": at.isoformat(),
@@ -116,7 +118,7 @@ def notified(key: str, at: datetime) -> Event:
     return {"event": "notified", "key": key, "at": at.isoformat()}
 
 
-def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911  # one arm an event
+def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR0912  # one arm an event
     """The history after one more event; an event of a newer runner changes nothing."""
     match event:
         case {"event": "accepted", "at": at}:
@@ -144,6 +146,9 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911  # o
             return _joined(history, event)
         case {"event": "launched"}:
             return replace(history, attempts=(*history.attempts, _attempt(event)))
+        case {"event": "stepped", "at": at}:
+            *before, last = history.attempts
+            return replace(history, attempts=(*before, replace(last, first_step_at=datetime.fromisoformat(at))))
         case {"event": "distrusted", "number": number, "step": step}:
             return replace(history, distrusted=(*history.distrusted, (number, step)))
         case {"event": "interrupted", "number": number}:
@@ -197,13 +202,14 @@ def _attempt(event: Event) -> Attempt:
 
 
 def _ended(attempt: Attempt, event: Event) -> Attempt:
+    first = event.get("first_step_at")  # of an older runner, which told it only here
     return replace(
         attempt,
         ending=Ending(event["ending"]),
         exit=Exit(code=event["code"]),
         step=event["step"],
         steps_per_s=event.get("steps_per_s") or 0.0,
-        first_step_at=datetime.fromisoformat(event["first_step_at"]) if event.get("first_step_at") else None,
+        first_step_at=attempt.first_step_at or (datetime.fromisoformat(first) if first else None),
         reason=event["reason"],
         diagnosis=_diagnosis(event.get("diagnosis")),
         ended_at=datetime.fromisoformat(event["at"]),

@@ -86,6 +86,29 @@ def test_an_attempt_that_made_no_step_was_only_started():
     assert (3600, 0, 0.0) == (nothing.setup_s, nothing.idle_s, goodput(()))
 
 
+def test_what_was_before_the_time_of_an_entry_is_not_in_its_parts():
+    """
+    `--start-over` begins a machine's time anew: attempts of before are listed, their seconds are not.
+    """
+    before = attempt(1, -60, -59, -30, step=100)
+    spent = share_out((machine(before, attempt(2, 5, 7, 60, step=10), minutes=60),), newest_step=10)[0]
+
+    assert [(0, 0, 0), (120, 3180, 0)] == [(s.startup_s, s.useful_s, s.lost_s) for s in spent.shares]
+    assert (300, 0) == (spent.setup_s, spent.idle_s)
+
+
+def test_time_after_the_conclusion_does_not_count_but_its_money_does():
+    """
+    A run that is over, and is run again to bring its outputs off, was not less well spent.
+    """
+    over = replace(machine(attempt(1, 0, 0, 30, step=10, ending=Ending.SUCCEEDED), minutes=120), concluded_at=at(30))
+
+    (spent,) = share_out((over,), newest_step=10)
+
+    assert (1800, 0, 1.0) == (spent.total_s, spent.idle_s, goodput((spent,)))
+    assert (Decimal("120.00"), Decimal("30.00")) == (spent.cost, useful_cost(spent))
+
+
 moments = st.lists(st.integers(0, 500), min_size=3, max_size=9).map(sorted)
 
 
@@ -103,3 +126,28 @@ def test_no_second_is_told_twice(moments, steps, resumes):
     assert min(parts) >= 0
     assert abs(sum(parts) - spent.total_s) < 1e-6
     assert 0 <= goodput((spent, replace(spent))) <= 1
+
+
+times = st.integers(-500, 500)
+
+
+@given(
+    attempts=st.lists(st.tuples(times, st.none() | times, st.none() | times, st.integers(0, 100)), max_size=5),
+    ends=st.tuples(st.integers(-10, 500), st.none() | times),
+    newest=st.integers(0, 100),
+)
+def test_the_parts_never_exceed_the_whole(attempts, ends, newest):
+    """
+    Whatever clocks did, whatever was reopened: goodput is between 0 and 100 %.
+    """
+    minutes, concluded = ends
+    entry = machine(*(attempt(n, *a[:3], step=a[3]) for n, a in enumerate(attempts)), minutes=minutes)
+    entry = replace(entry, concluded_at=None if concluded is None else at(concluded))
+
+    (spent,) = share_out((entry,), newest)
+
+    parts = [spent.setup_s, spent.idle_s, *(x for s in spent.shares for x in (s.startup_s, s.useful_s, s.lost_s))]
+    assert min(parts) >= 0
+    assert abs(sum(parts) - spent.total_s) < 1e-6
+    assert 0 <= goodput((spent,)) <= 1
+    assert 0 <= useful_cost(spent) <= spent.cost

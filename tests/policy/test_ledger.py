@@ -6,9 +6,21 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine, Observed, Server, TaskKind
+from runner.facts import (
+    Attempt,
+    Conclusion,
+    Earlier,
+    Ending,
+    Exit,
+    History,
+    Machine,
+    Observed,
+    Outcome,
+    Server,
+    TaskKind,
+)
 from runner.job import Job, Limits
-from runner.policy.ledger import cost, describe_machine, dump, merge, parse, sum_up
+from runner.policy.ledger import Running, cost, describe_machine, dump, merge, parse, sum_up
 from runner.policy.lifecycle import Begin, Join, decide
 from runner.policy.limits import deadline, ends
 from runner.policy.money import affordable
@@ -38,7 +50,10 @@ def test_what_is_dumped_is_parsed():
         1, ending=Ending.FAILED, exit=Exit(code=-9), step=7, reason="CUDA error", ended_at=START, first_step_at=START
     )
     resumed = replace(attempt(2), resume=Ref(1, 5, 1, "0" * 8))
-    machines = (machine("a", where="host:/w", outcome="gave_up"), replace(machine("b"), attempts=(ended, resumed)))
+    machines = (
+        machine("a", where="host:/w", outcome="gave_up", concluded_at=START),
+        replace(machine("b"), attempts=(ended, resumed)),
+    )
 
     assert machines == parse(dump(machines))
 
@@ -180,6 +195,48 @@ def test_the_second_machine_has_what_the_first_left_of_the_time(tmp_path):
     assert 7 == end.code
     assert 40 * TURN <= took <= 60 * TURN, "the whole limit once more, or nothing of it"
     assert [1, 2] == [number for number, _ in elsewhere.launches]
+
+
+def test_a_first_step_is_remembered_over_the_death_of_a_runner():
+    """
+    The next one adopts the attempt hours later: they were no start-up, whether it lives or has ended by then.
+    """
+    first_at = START + TURN
+    history = History()
+    for event in (events.accepted(START), events.launched(attempt(1)), events.stepped(1, first_at)):
+        history = fold(history, event)
+
+    unseen = Running(step=9, first_step_at=None)
+    live = describe_machine(history, machine("a"), START + 10 * HOUR, unseen).attempts[0]
+    ended = fold(history, events.exited(Ending.FAILED, Exit(code=1), step=9, reason="", at=START + 10 * HOUR))
+
+    assert [first_at] * 3 == [a.first_step_at for a in (history.attempts[0], live, ended.attempts[0])]
+
+
+def test_the_first_step_of_an_attempt_is_written_down_once_when_it_is_seen(tmp_path):
+    """
+    And not with its end: a runner may die in between.
+    """
+    job = Job.model_validate({"name": "tiny", "command": "train.py"})
+
+    elsewhere = Elsewhere(crash_at_step={1: 250})
+    boot(job, tmp_path, elsewhere, last_step=500)
+
+    found = [event for path in tmp_path.rglob("*.jsonl") for event in events.events(path)]
+    names = [event["event"] for event in found if event["event"] in {"launched", "stepped", "exited"}]
+    assert ["launched", "stepped", "exited"] * len(elsewhere.launches) == names
+
+
+def test_an_entry_says_when_the_run_was_over():
+    """
+    Time after it is no part of what the run was about.
+    """
+    over = Conclusion(outcome=Outcome.SUCCEEDED, reason="done", at=START + HOUR)
+    history = fold(fold(History(), events.accepted(START)), events.concluded(over))
+
+    assert START + HOUR == describe_machine(history, machine("a"), START + 2 * HOUR).concluded_at
+    again = fold(history, events.reopened(start_over=True, order="o", at=START + 3 * HOUR))
+    assert describe_machine(again, machine("a"), START + 4 * HOUR).concluded_at is None
 
 
 def test_an_entry_says_what_it_cost():
