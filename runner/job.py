@@ -15,11 +15,12 @@ from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -37,6 +38,8 @@ from vramfarm.protocol import is_name
 
 # ------------------------------------------------------------------- durations, sizes, money
 
+_Amount = TypeVar("_Amount", timedelta, Decimal)
+
 _DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SIZE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
@@ -44,6 +47,8 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT")
 }
 _PLACEHOLDER_OF_FOLDER = re.compile(r"\{(?:config_dir|workspace)\}")
+_LONGEST = timedelta(days=3650)
+_MOST_KEPT = 10_000  # checkpoints; their list is read at every save
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(ms|s|m|h|d))+")
 
 
@@ -56,7 +61,11 @@ def parse_duration(value: object) -> timedelta:
         msg = f"must be a duration such as 90s, 30m or 1h30m, got {value!r}"
         raise ValueError(msg)
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
-    return timedelta(seconds=sum(float(n) * _DURATION_UNITS[unit] for n, unit in parts))
+    seconds = sum(float(n) * _DURATION_UNITS[unit] for n, unit in parts)
+    if seconds > _LONGEST.total_seconds():
+        msg = f"must be a duration of at most {_LONGEST.days}d, got {value!r}"
+        raise ValueError(msg)
+    return timedelta(seconds=seconds)
 
 
 def format_duration(value: timedelta) -> str:
@@ -94,6 +103,13 @@ def parse_money(value: object) -> Decimal:
     return amount
 
 
+def _more_than_nothing(value: _Amount) -> _Amount:
+    if not value:
+        msg = f"must be more than 0, got {value}"
+        raise ValueError(msg)
+    return value
+
+
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -114,6 +130,8 @@ Money = Annotated[
     BeforeValidator(parse_money),
     WithJsonSchema({"type": ["number", "string"], "x-kind": "money"}),
 ]
+SomeTime = Annotated[Duration, AfterValidator(_more_than_nothing)]
+SomeMoney = Annotated[Money, AfterValidator(_more_than_nothing)]
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(_listed),
@@ -277,9 +295,12 @@ class CheckpointPolicy(Model):
         default="auto",
         description="What `{resume_args}` puts before the checkpoint's path. `auto`: what the framework's scripts call it; `--load=` makes one word of both.",
     )
-    save_interval: Duration = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
+    save_interval: SomeTime = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
     keep_last: int = Field(
-        default=2, ge=2, description="How many stay on this disk. One is not enough: the newest may be damaged."
+        default=2,
+        ge=2,
+        le=_MOST_KEPT,
+        description="How many stay on this disk. One is not enough: the newest may be damaged.",
     )
     resume: str = Field(
         default="auto",
@@ -326,7 +347,7 @@ class OffloadPolicy(Model):
         default="auto",
         description="Where a request names the bucket: in the path, or in the host's name. `auto`: path, if there is an endpoint.",
     )
-    keep_last: int = Field(default=2, ge=1, description="How many stay in the store.")
+    keep_last: int = Field(default=2, ge=1, le=_MOST_KEPT, description="How many stay in the store.")
     max_bandwidth: Size | None = Field(default=None, description="Upload limit in bytes a second: 50MB.")
 
     @field_validator("to")
@@ -363,9 +384,9 @@ class RestartPolicy(Model):
 
 
 class HangPolicy(Model):
-    startup_timeout: Duration = Field(default=timedelta(minutes=30), description="Until the first step.")
-    step_timeout: Literal["auto"] | Duration = Field(default="auto", description="A step; `auto` learns it.")
-    checkpoint_timeout: Literal["auto"] | Duration = Field(default="auto", description="A save; `auto` learns it.")
+    startup_timeout: SomeTime = Field(default=timedelta(minutes=30), description="Until the first step.")
+    step_timeout: Literal["auto"] | SomeTime = Field(default="auto", description="A step; `auto` learns it.")
+    checkpoint_timeout: Literal["auto"] | SomeTime = Field(default="auto", description="A save; `auto` learns it.")
     safety_factor: float = Field(default=5.0, ge=1, description="Learned times are multiplied by this.")
 
 
@@ -388,14 +409,15 @@ class GuardPolicy(Model):
 
 
 class Limits(Model):
-    max_duration: Duration | None = Field(
+    max_duration: SomeTime | None = Field(
         default=None,
         description="For the whole run, all machines together, as its ledger in the store has them. Nothing: 24h a machine.",
     )
     until: str | None = Field(
-        default=None, description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time."
+        default=None,
+        description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time (UTC where it names no zone).",
     )
-    max_cost: Money | None = Field(
+    max_cost: SomeMoney | None = Field(
         default=None,
         description="For the whole run, all machines together, in the provider's currency: price times whole minutes, fifteen at least a server.",
     )
@@ -414,15 +436,15 @@ class Limits(Model):
 
 
 def _is_time(text: str) -> bool:
-    clock = re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d(?: (\S+))?", text)
+    clock = re.fullmatch(r"(?:[01]?\d|2[0-3]):[0-5]\d (\S+)", text)
     try:
         if clock:
-            ZoneInfo(clock[2] or "UTC")
-        else:
-            datetime.fromisoformat(text)
+            ZoneInfo(clock[1])
+            return True
+        datetime.fromisoformat(text)
     except (ValueError, OSError, KeyError):  # ZoneInfoNotFoundError is a KeyError
         return False
-    return True
+    return "T" in text or "-" in text
 
 
 class LogPolicy(Model):
@@ -450,7 +472,7 @@ class ProviderPolicy(Model):
     )
     max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
     gpu: str | None = Field(default=None, description="For `submit`: the card, by the provider's word: h100.")
-    max_price: Money | None = Field(
+    max_price: SomeMoney | None = Field(
         default=None, description="For `submit`: most that an hour of the whole machine may cost."
     )
     image: str = Field(default="vramfarm/runner", description="For `submit`: the image that the server starts.")
@@ -498,7 +520,7 @@ class Job(Model):
     )
     source: Source | None = Field(default=None, description="Where the code comes from. Nothing: it is already here.")
     setup: Texts = Field(default=(), description="Shell commands, run once per source in the training environment.")
-    setup_timeout: Duration = Field(default=timedelta(minutes=30), description="Time limit for one setup command.")
+    setup_timeout: SomeTime = Field(default=timedelta(minutes=30), description="Time limit for one setup command.")
     data: tuple[DataItem, ...] = Field(default=(), description="Data brought in before training.")
     outputs: Texts = Field(default=(), description="Folders copied to the store again and again, and at the end.")
     env: Mapping[str, str] = Field(default_factory=dict, description="Environment of the training command.")

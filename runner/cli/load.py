@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import re
+import shlex
 import ssl
 import sys
 import time
@@ -40,9 +41,8 @@ JOB_VARIABLE: Final = "RUNNER_JOB"
 _PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
 _KNOWN: Final = ("{workspace}", "{name}", "{date}", "{config_dir}")
 _KNOWN_TEXT: Final = "{workspace}, {name}, {date} or {config_dir}"
-_EXPLAIN: Final = (
-    "vramfarm-runner validate job.yaml checks it without starting anything; docs/job-yaml.md has every key"
-)
+CHECK_IT: Final = "vramfarm-runner validate job.yaml checks it without starting anything; "
+_EXPLAIN: Final = f"{CHECK_IT}docs/job-yaml.md has every key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     name, text, folder = _read(source, env)
     job, root = _parse(name, text)
     workspace = workspace_of(env)
-    _refuse(name, [*_unfillable(job, root), *_homeless(job, root)])
+    _refuse(name, [*_unfillable(job, root), *_homeless(job, root), *_unreadable(job, root)])
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
     return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace, date=date)
@@ -98,6 +98,14 @@ def load_accepted(run_dir: Path, source: str | None, env: Mapping[str, str]) -> 
 def parse_job(name: str, text: str) -> Job:
     """The job as written, placeholders and all; `name` stands in messages."""
     return _parse(name, text)[0]
+
+
+def place_of(loaded: LoadedJob, key: str) -> str:
+    """`job.yaml:3: `, to begin a message about that key with."""
+    if not loaded.text:  # a job as it was accepted has no lines
+        return f"{loaded.path}: "
+    line = _line(parse_document(loaded.text), key)
+    return f"{loaded.path}:{line}: " if line else f"{loaded.path}: "
 
 
 # ------------------------------------------------------------------------------- reading
@@ -245,6 +253,14 @@ def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
 def _homeless(job: Job, root: Node) -> Iterator[Problem]:
     if job.outputs and not job.offload.to:
         yield Problem(_line(root, "outputs"), "outputs: expected a store to copy them to (offload.to), found none")
+
+
+def _unreadable(job: Job, root: Node) -> Iterator[Problem]:
+    try:
+        shlex.split(job.command)
+    except ValueError as error:  # no closing quotation, no escaped character
+        why = str(error)[0].lower() + str(error)[1:]
+        yield Problem(_line(root, "command"), f"command: cannot be split into words: {why}; close the quotes")
 
 
 def _line(root: Node, name: str) -> int:

@@ -25,7 +25,7 @@ from typing import IO, Any, Final
 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import SECRETS, find_server, with_secrets
-from runner.cli.load import LoadedJob, load_accepted, load_job
+from runner.cli.load import LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rental import prove, rented
 from runner.cli.telling import Teller, say
@@ -91,7 +91,7 @@ def _load(args: argparse.Namespace, env: Mapping[str, str], accepted: str) -> Lo
     try:
         loaded = load_job(args.config, env)
         refuse_planned(loaded.job)
-        check_framework(loaded.job)
+        check_framework(loaded.job, partial(place_of, loaded))
         if accepted:
             _expect_successor(loaded, Path(accepted), env, accept_change=args.accept_change)
     except (JobError, MachineError) as error:

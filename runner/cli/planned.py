@@ -27,20 +27,20 @@ def planned(job: Job) -> Iterator[str]:
     return (f"{name}: not built yet: {instead}" for name, asks, instead in _PLANNED if asks(job))
 
 
-def check_framework(job: Job) -> None:
-    """`JobError` if a restart could not tell the script where to go on."""
+def check_framework(job: Job, place: Callable[[str], str] = lambda _: "") -> None:
+    """`JobError` if a restart could not tell the script where to go on. `place` says where a key stands."""
     if job.framework is FrameworkName.TORCHTUNE:
         return  # `planned` says it
     framework = get_framework(job)
     if is_elsewhere(job.checkpoint.resume) and not framework.uses_library and not framework.flag:
         raise JobError(
-            f"checkpoint.resume: expected auto or never with framework: {framework_name(job)}, found {job.checkpoint.resume}",
+            f"{place('checkpoint.resume')}checkpoint.resume: expected auto or never with framework: {framework_name(job)}, found {job.checkpoint.resume}",
             hint="nobody could tell the script where to begin: name the framework that saved it, or load it in the script",
         )
     if not framework.uses_library and framework.flag and "{resume_args}" not in job.command:
         flag = " ".join(resume_args(job, framework, Path("FOLDER")))
         raise JobError(
-            f"command: expected {{resume_args}} in it, since {framework_name(job)} saves by itself (framework); found none",
+            f"{place('command')}command: expected {{resume_args}} in it, since {framework_name(job)} saves by itself (framework); found none",
             hint=f"it becomes {flag!r} when there is something to go on from; the script has to understand that",
         )
 

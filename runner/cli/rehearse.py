@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
-from runner.cli.load import LoadedJob, load_job
+from runner.cli.load import LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rehearsal_eye import LOG, Eye
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
     loaded = load_job(args.config, env)
     refuse_planned(loaded.job)
-    check_framework(loaded.job)
+    check_framework(loaded.job, partial(place_of, loaded))
     job = derive(loaded, timedelta(minutes=args.minutes))
     if is_alive(Path(loaded.job.run_dir)):
         raise LockedError(f"{loaded.job.run_dir}: this run is at work here", hint="rehearse before it, or after it")

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from runner.adapters.providers import vramfarm, with_secrets
 from runner.adapters.providers.contract import Keep
 from runner.adapters.providers.http import make_send
 from runner.cli.dates import DATE_VARIABLE
-from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job
+from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.stores import open_run
@@ -87,15 +88,16 @@ def _price(text: str) -> Decimal:
 def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
     loaded = load_job(args.config, env)
-    _check(loaded.job, env)
+    _check(loaded, env)
     with _alone(loaded.job.name) as record:
         return _Submission(loaded, env, record, args).run()
 
 
-def _check(job: Job, env: Mapping[str, str]) -> None:
+def _check(loaded: LoadedJob, env: Mapping[str, str]) -> None:
     """All that can be found out before money is spent."""
+    job = loaded.job
     refuse_planned(job)
-    check_framework(job)
+    check_framework(job, partial(place_of, loaded))
     if is_elsewhere(job.checkpoint.resume) and "://" not in job.checkpoint.resume:
         raise JobError(
             f"checkpoint.resume: expected an address that a rented machine can reach, got the folder {job.checkpoint.resume}",
@@ -104,7 +106,10 @@ def _check(job: Job, env: Mapping[str, str]) -> None:
     if job.provider.kind not in {ProviderName.AUTO, ProviderName.VRAMFARM}:
         raise JobError(f"provider.kind: submit rents at vramfarm only, got {job.provider.kind}")
     if not env.get(vramfarm.KEY):
-        raise JobError(f"submit: expected the account's key in {vramfarm.KEY}, found none")
+        raise JobError(
+            f"submit: expected the account's key in {vramfarm.KEY}, found none",
+            hint=f"export {vramfarm.KEY}=…; without an account rehearse it on a local VRAMfarm: docs/simulate.md",
+        )
     if job.offload.to is None:
         raise JobError(
             "offload.to: expected a store, found none: a night that is rented from outside is told by its store",

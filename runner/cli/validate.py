@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from runner.adapters.frameworks import framework_name
 from runner.adapters.launchers import Launch, check_command, split_command
-from runner.cli.load import LoadedJob, load_job
+from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
 from runner.errors import JobError
@@ -31,6 +34,11 @@ from runner.policy.resume import is_elsewhere
 from runner.words import size
 
 _SECRETS_FOLDER: Final = Path("/run/secrets")
+_PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
+_FILLED: Final = (
+    *("workspace", "name", "date", "config_dir"),
+    *("resume_args", "checkpoint_dir", "grad_accum", "world_size"),
+)
 _RARE: Final = timedelta(hours=2)
 
 
@@ -41,11 +49,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    loaded = load_job(args.named or args.config, os.environ)
-    check_framework(loaded.job)
+    try:
+        loaded = load_job(args.named or args.config, os.environ)
+    except JobError as error:  # nobody is told to do what was just done
+        raise JobError(str(error), hint=error.hint.removeprefix(CHECK_IT)) from None
+    check_framework(loaded.job, partial(place_of, loaded))
     warnings = [
         *planned(loaded.job),
         *_what_is_missing(loaded),
+        *_warn_of_placeholders(loaded),
         *_warn_of_batch(loaded.job),
         *_warn_of_fork(loaded.job),
         *warn(loaded.job, os.environ),
@@ -168,6 +180,16 @@ def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:
         check_command(job.launcher, Launch(python="python", command=words, num_procs=1, log_dir=code), cwd=code)
     except JobError as error:
         yield str(error)
+
+
+def _warn_of_placeholders(loaded: LoadedJob) -> Iterator[str]:
+    """They are not refused: braces may be the script's own."""
+    for name in dict.fromkeys(_PLACEHOLDER.findall(loaded.written.command)):
+        if name in _FILLED:
+            continue
+        close = difflib.get_close_matches(name, _FILLED, n=1)
+        meant = f", did you mean {{{close[0]}}}?" if close else ""
+        yield f"{place_of(loaded, 'command')}command: nobody fills in {{{name}}}: the script gets it as it stands{meant}"
 
 
 def _warn_of_batch(job: Job) -> Iterator[str]:

@@ -55,7 +55,7 @@ def ends(
 def next_time(text: str, after: datetime) -> datetime:
     """`07:00 Europe/Berlin`: the first such time after; an ISO date and time is itself (UTC without a zone)."""
     clock, _, zone = text.strip().partition(" ")
-    if "T" in text or "-" in clock:
+    if "T" in clock or "-" in clock:
         moment = datetime.fromisoformat(text)
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     hour, minute = clock.split(":")

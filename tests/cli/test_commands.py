@@ -217,7 +217,32 @@ def test_a_wrong_job_is_2_with_a_line_for_each_mistake(tmp_path, cli):
     ]
     assert (2, "") == (done.returncode, done.stdout)
     assert sorted(expected) == sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "hint: vramfarm-runner validate job.yaml" in done.stderr
+    assert "hint: docs/job-yaml.md has every key\n" in done.stderr
+
+
+def test_a_placeholder_that_nobody_fills_is_said(tmp_path, cli):
+    """
+    Braces may be the script's own, so it is a warning; one that is nearly ours has its name.
+    """
+    (tmp_path / "job.yaml").write_text("name: a\ncommand: train.py {checkpont_dir} ${HOME} {world_size} {zzz}\n")
+
+    done = json.loads(cli("validate", "--json", "job.yaml").stdout)["warnings"]
+
+    told = "job.yaml:2: command: nobody fills in {%s}: the script gets it as it stands"
+    expected = [told % "checkpont_dir" + ", did you mean {checkpoint_dir}?", told % "zzz"]
+    assert expected == [line for line in done if "nobody fills in" in line]
+
+
+def test_a_command_without_its_way_to_resume_has_its_line(tmp_path, cli):
+    """
+    A framework that saves by itself needs {resume_args}; the message says in which line.
+    """
+    (tmp_path / "job.yaml").write_text("name: a\nframework: hf_trainer\ncommand: train.py\n")
+
+    done = cli("validate", "job.yaml")
+
+    assert 2 == done.returncode
+    assert done.stderr.startswith("error: job.yaml:3: command: expected {resume_args} in it")
 
 
 @pytest.mark.parametrize("how", ["stdin", "variable"])

@@ -69,6 +69,39 @@ MISTAKES = {
         "command: t\nlimits: {max_cost: -3}",
         "job.yaml:2: limits.max_cost: must be an amount of money such as 300 or 12.50, got -3",
     ),
+    "clock without a zone": (
+        "command: t\nlimits: {until: '07:00'}",
+        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time, got '07:00'",
+    ),
+    "date without a clock": (
+        "command: t\nlimits: {until: '20261130'}",
+        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time, got '20261130'",
+    ),
+    "no time between saves": (
+        "command: t\ncheckpoint: {save_interval: 0s}",
+        "job.yaml:2: checkpoint.save_interval: must be more than 0, got '0s'",
+    ),
+    "a step in no time": (
+        "command: t\nhang: {step_timeout: 0s}",
+        "job.yaml:2: hang.step_timeout: must be auto or more than 0, got '0s'",
+    ),
+    "no time at all": (
+        "command: t\nlimits: {max_duration: 0s}",
+        "job.yaml:2: limits.max_duration: must be more than 0, got '0s'",
+    ),
+    "an age": (
+        "command: t\nlimits: {max_duration: 99999999999d}",
+        "job.yaml:2: limits.max_duration: must be a duration of at most 3650d, got '99999999999d'",
+    ),
+    "no money": ("command: t\nlimits: {max_cost: 0}", "job.yaml:2: limits.max_cost: must be more than 0, got 0"),
+    "too many kept": (
+        "command: t\ncheckpoint: {keep_last: 999999999999999999999999}",
+        "job.yaml:2: checkpoint.keep_last: must be at most 10000, got 999999999999999999999999",
+    ),
+    "open quotes": (
+        "name: a\ncommand: train.py 'x",
+        "job.yaml:2: command: cannot be split into words: no closing quotation; close the quotes",
+    ),
     "wrong choice": (
         "command: t\nfinish: {on_success: stay}",
         "job.yaml:2: finish.on_success: must be stop or keep, got 'stay'",

@@ -75,8 +75,8 @@ def test_where_an_attempt_begins(local, offsite, floor, unusable, expected):
         pytest.param({"max_duration": "12h"}, None, START + timedelta(hours=12), id="duration"),
         pytest.param({"max_cost": "31.20"}, SERVER, START + timedelta(hours=1), id="money"),
         pytest.param({"max_cost": "31.20"}, None, START + timedelta(hours=24), id="money without a price"),
-        pytest.param({"until": "07:00"}, None, START.replace(hour=7), id="clock"),
-        pytest.param({"until": "07:00", "max_duration": "2h"}, None, START.replace(hour=2), id="the earliest"),
+        pytest.param({"until": "07:00 UTC"}, None, START.replace(hour=7), id="clock"),
+        pytest.param({"until": "07:00 UTC", "max_duration": "2h"}, None, START.replace(hour=2), id="the earliest"),
     ],
 )
 def test_deadline(limits, server, expected):
@@ -99,6 +99,7 @@ def test_the_end_of_the_rental_is_a_deadline_too():
     ("text", "expected"),
     [
         pytest.param("07:00 Europe/Berlin", datetime(2026, 3, 28, 6, tzinfo=UTC), id="before the clocks change"),
+        pytest.param("07:00 UTC", datetime(2026, 3, 28, 7, tzinfo=UTC), id="a zone with a T in its name"),
         pytest.param("2026-03-30T07:00:00", datetime(2026, 3, 30, 7, tzinfo=UTC), id="ISO without a zone is UTC"),
     ],
 )
