@@ -89,6 +89,7 @@ def has_conditions(store: Store, job: str) -> bool:
     except OffsiteError as error:
         if not error.final:
             raise
+        store.put(key, b"probe")  # a store that has become full or read-only says so again
         return False  # such as 501: not implemented
     finally:
         with suppress(OffsiteError):

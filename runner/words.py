@@ -35,9 +35,11 @@ from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
 from runner.policy.lifecycle import (
+    ASK_AGAIN,
     EXIT_CODES,
     LEFT,
     LOCKED,
+    REFUSED_AGAIN,
     WRONG_JOB,
     Accept,
     Action,
@@ -317,10 +319,18 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if isinstance(state, Finished) and (line := _done(kind, state)):
             yield line
         if isinstance(state, Failed):
-            once = state.final or kind is TaskKind.PREFLIGHT
-            again = "" if once else f" (failure {state.failures}; it is tried again)"
+            if state.final and state.failures > 1:
+                continue  # said with the first one
+            again = f" (failure {state.failures}; it is tried again)"
+            if state.final or kind is TaskKind.PREFLIGHT:
+                every = span(REFUSED_AGAIN.total_seconds())
+                again = f" (training goes on; it is tried again every {every})" if _is_retried(kind, after) else ""
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
+
+
+def _is_retried(kind: TaskKind, seen: Observed) -> bool:
+    return kind in ASK_AGAIN and seen.live is not None
 
 
 def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR0912  # one line a kind

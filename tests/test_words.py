@@ -153,6 +153,20 @@ def test_what_came_about_between_two_looks():
     assert [] == list(changes(after, after))
 
 
+def test_a_refusal_of_the_store_is_said_once_with_the_cure():
+    """
+    It is tried again as long as it trains, and a night of that is one line.
+    """
+    live = replace(SEEN, live=Live(attempt_id="a", trainers=(1,), savers=()))
+    first = Failed(subject="of the run", at=NOW, error="no space left", final=True, failures=1, hint="free some space")
+    after = replace(live, tasks={TaskKind.LEASE: first})
+    later = replace(live, tasks={TaskKind.LEASE: replace(first, failures=2)})
+
+    line = "lease of the run failed: no space left; free some space (training goes on; it is tried again every 2m 00s)"
+    assert [line] == list(changes(live, after))
+    assert [] == list(changes(after, later))
+
+
 def test_slow_work_says_how_far_it_has_got():
     """
     Only when it is slow.

@@ -50,6 +50,7 @@ LEFT = 75
 WRONG_JOB = 2
 LOCKED = 5
 SPARE_BYTES = 1 << 20
+REFUSED_AGAIN = timedelta(minutes=2)  # a store that refuses may be emptied, or given the right credentials, meanwhile
 STUCK = timedelta(minutes=30)  # without a piece that has moved
 OUTPUTS_EVERY = timedelta(minutes=5)
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
@@ -510,6 +511,8 @@ _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
 # These tell of each piece that has moved.
 _MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.VERIFY)
 WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
+# A refusal of the store ends what waits for it; where nothing does, these ask again.
+ASK_AGAIN = frozenset({TaskKind.LEASE, *WRITERS})
 
 
 def _end_stuck(seen: Observed) -> Cease | None:
@@ -535,14 +538,20 @@ def _begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
             return None
         case Finished(subject=done) if done == subject:
             return None
-        case Failed() as failed if failed.subject == subject and (failed.final or seen.now < retry_at(failed)):
+        case Failed() as failed if failed.subject == subject and not _may_retry(kind, failed, seen):
             return None
         case _:
             return Begin(kind, subject)
 
 
+def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
+    return (not failed.final or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
+
+
 def retry_at(failed: Failed) -> datetime:
     """2 s after the first failure, doubling to a minute: the store is tried as long as the run lives."""
+    if failed.final:
+        return failed.at + REFUSED_AGAIN
     return failed.at + timedelta(seconds=min(2.0 ** min(failed.failures, 6), 60.0))
 
 

@@ -35,6 +35,7 @@ from runner.policy.divergence import is_distrusted
 from runner.policy.lifecycle import (
     ALL_OUTPUTS,
     OUTPUTS_EVERY,
+    REFUSED_AGAIN,
     STORE_PATIENCE,
     STUCK,
     Begin,
@@ -386,6 +387,37 @@ def test_a_store_that_refuses_is_said_before_training(tmp_path):
 
     assert (4, True) == (end.code, end.stop)
     assert [] == elsewhere.launches
+
+
+def test_a_lease_that_the_store_refuses_ends_it_before_training():
+    """
+    A read-only or full store is not waited for: nothing would be safe, and the server costs money.
+    """
+    refused = Failed(subject="of the run", at=START, error="read-only", final=True, failures=1, hint="mount it")
+    seen = Observed(now=START, boot_id="b", life="l", tasks={TaskKind.LEASE: refused})
+    seen = replace(seen, lease=Lease(state=LeaseState.UNKNOWN))
+
+    end = decide(JOB, ACCEPTED, seen)
+
+    assert (4, "read-only; mount it") == (end.code, end.reason)
+
+
+@pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.UPLOAD, TaskKind.SURVEY])
+def test_a_store_that_refuses_while_it_trains_is_asked_again(kind):
+    """
+    A full store may be emptied, a right corrected: training goes on, and copies do with the next answer but one.
+    """
+    checkpoint = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+    subject = {TaskKind.LEASE: "of the run", TaskKind.SURVEY: "store"}.get(kind, checkpoint.ref.name)
+    holds = LeaseState.LAPSED if kind is TaskKind.LEASE else LeaseState.HELD
+    seen = Observed(now=START, boot_id="b", life="l", live=Live(attempt_id="a", trainers=(1,), savers=()))
+    seen = replace(seen, local=(checkpoint,), offsite=None if kind is TaskKind.SURVEY else ())
+    refused = Failed(subject=subject, at=START, error="full", final=True, failures=1)
+    others = {} if kind is TaskKind.LEASE else {TaskKind.LEASE: Running(subject="of the run", started_at=START)}
+    seen = replace(seen, lease=Lease(state=holds), tasks={kind: refused} | others)
+
+    assert isinstance(decide(JOB, ACCEPTED, seen), Wait)
+    assert Begin(kind, subject) == decide(JOB, ACCEPTED, replace(seen, now=START + REFUSED_AGAIN))
 
 
 def test_the_time_limit_saves_first(tmp_path):

@@ -1,5 +1,6 @@
 """The keeper of the lease, a real process each, on every store."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,9 @@ import pytest
 
 from runner.job import OffloadPolicy
 from runner.keeper import LEASE, has_conditions, parse_claim
-from runner.storage.offsite import open_store
+from runner.storage.disk import Disk
+from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite.file import FileStore
 from tests.s3server import BUCKET
 
 KEEPER = """
@@ -217,3 +220,27 @@ def test_a_keeper_whose_runner_is_gone_ends(keeper, where, tmp_path):
     )
 
     assert {"result": {"state": "unknown"}} == json.loads(done.stdout.splitlines()[-1])
+
+
+class FillingDisk(Disk):
+    """A disk with room for one more file."""
+
+    num_left = 1
+
+    def write(self, path, content):
+        if not self.num_left:
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+        self.num_left -= 1
+        super().write(path, content)
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        (target.parent / f".{target.name}.guard").mkdir(exist_ok=True)  # no file for the guard, either
+
+
+def test_a_store_that_becomes_full_is_not_taken_for_one_without_conditional_writes(tmp_path):
+    """
+    Without a lease two machines could write one run: nothing but the lack of the ability itself is a reason.
+    """
+    with pytest.raises(OffsiteError, match="no space left"):
+        has_conditions(FileStore(tmp_path / "store", FillingDisk()), "job")

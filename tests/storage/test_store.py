@@ -1,6 +1,7 @@
 """What every store promises: one suite, run against a folder and against a real S3 server."""
 
 import errno
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -220,6 +221,54 @@ def test_a_disk_that_is_not_mounted_is_said_so(tmp_path):
         caught.value.final,
         caught.value.hint,
     )
+
+
+class RefusingDisk(Disk):
+    """A disk that takes nothing more, for the reason it was given."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def write(self, path, content):
+        del content
+        raise OSError(self.number, os.strerror(self.number), str(path))
+
+
+@pytest.mark.parametrize(
+    ("number", "final", "hint"),
+    [
+        pytest.param(errno.EROFS, True, "mount it so that it can be written, or correct offload.to", id="read-only"),
+        pytest.param(errno.ENOSPC, True, "free some space there, or lower offload.keep_last", id="full"),
+        pytest.param(errno.EDQUOT, True, "free some space there, or lower offload.keep_last", id="quota"),
+        pytest.param(errno.EACCES, True, "may this user write there?", id="denied"),
+        pytest.param(errno.EPERM, True, "may this user write there?", id="not-permitted"),
+        pytest.param(errno.ESTALE, False, "", id="a-network-disk-that-was-away"),
+        pytest.param(errno.EIO, False, "", id="a-network-disk-that-does-not-answer"),
+    ],
+)
+def test_what_only_a_person_mends_is_final_and_says_how(tmp_path, number, final, hint):
+    """
+    A folder that is full or read-only is not asked again and again; a network disk that is away is.
+    """
+    store = FileStore(tmp_path / "store", RefusingDisk(number))
+
+    with pytest.raises(OffsiteError, match=os.strerror(number)) as caught:
+        store.put("job/looked.json", b"1")
+
+    assert (final, hint) == (caught.value.final, caught.value.hint)
+
+
+def test_a_path_through_a_file_is_said_at_once(tmp_path):
+    """
+    What can never become a folder is not waited for.
+    """
+    (tmp_path / "store").write_text("a file")
+
+    with pytest.raises(OffsiteError) as caught:
+        open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {}).put("job/looked.json", b"1")
+
+    assert (True, True) == (caught.value.final, bool(caught.value.hint)), caught.value
 
 
 def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):

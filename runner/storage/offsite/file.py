@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +36,21 @@ from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _UNFINISHED: Final = ".unfinished"
 _GUARD: Final = ".guard"  # a lock file beside what `put_if` replaces
+_OURS: Final = "may this user write there?"
+_FULL: Final = "free some space there, or lower offload.keep_last"
+# What only a person mends, and how; all else, such as ESTALE and EIO of a network disk, may pass by itself.
+_CURES: Final[Mapping[int, str]] = {
+    errno.EACCES: _OURS,
+    errno.EPERM: _OURS,
+    errno.EROFS: "mount it so that it can be written, or correct offload.to",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.ENOTDIR: "correct offload.to: a part of it is a file",
+    errno.EEXIST: "a file is where a folder belongs: remove it, or correct offload.to",
+    errno.EISDIR: "a folder is where a file belongs: remove it, or correct offload.to",
+    errno.ELOOP: "correct offload.to: its links lead in a circle",
+    errno.ENAMETOOLONG: "correct offload.to, or give the job a shorter name",
+}
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
 
@@ -44,7 +59,9 @@ class FileStore:
         self.address = f"file://{root}"
         self._root = root
         self._disk = disk
-        if not root.parent.is_dir():  # made by us it would be on this machine's own disk
+        with self._plain_words(""):
+            is_mounted = root.parent.is_dir()
+        if not is_mounted:  # made by us it would be on this machine's own disk
             raise OffsiteError(
                 f"{self.address}: expected the folder {root.parent}, found none",
                 hint="is the disk mounted? make the folder, or correct offload.to",
@@ -212,9 +229,9 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
-            hint = "may this user write there?" if isinstance(error, PermissionError) else ""
-            raise OffsiteError(f"{self.address}/{key}: {error.strerror}", hint=hint, final=final) from error
+            hint = _CURES.get(error.errno or 0, "")
+            where = f"{self.address}/{key}".rstrip("/")
+            raise OffsiteError(f"{where}: {error.strerror}", hint=hint, final=bool(hint)) from error
 
 
 def _guard_of(path: Path) -> Path:
