@@ -37,7 +37,7 @@ def test_a_server_that_is_kept_idles(box, small, rental):
     kept = box(*small(more="finish: {on_success: keep}\n").mounts, "--network", "host", "--restart", "always")
     kept.run("--config", "/job/job.yaml", env=rental.env)
 
-    kept.wait_for("the run ended with code 0; the server stays, as the job asks, until the deadline")
+    kept.wait_for("the run ended with code 0; the server stays, as the job asks, and is billed")
 
     assert kept.state()["Running"]
     kept.stop()
