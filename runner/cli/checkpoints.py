@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from runner.cli.output import Bar, out, out_json, table
+from runner.cli.output import Bar, out, out_json, table, writing
 from runner.cli.runs import find_run
 from runner.cli.status import read_status
 from runner.cli.stores import StoredRun, is_address, open_run
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
+_MARKS: Final = ("status.json", "ledger.json", "job.json")
 _FOLDER: Final = "checkpoints"
 _EXPORT: Final = "write the model as safetensors files, verified, which other programs read"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
@@ -54,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "address", metavar="URL", help="s3:// or file:// of one checkpoint, or of a run: then its newest"
     )
     restore.add_argument("folder", metavar="FOLDER", help="where it goes; the checkpoint's own folder is made in it")
+    restore.add_argument("--json", action="store_true", help="as JSON")
     _configure_export(actions.add_parser("export", help=_EXPORT, description=_EXPORT))
 
 
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         case "verify":
             return _verify(args.run, as_json=args.json)
         case "restore":
-            return _restore(args.address, Path(args.folder))
+            return _restore(args.address, Path(args.folder), as_json=args.json)
         case _:
             return _export(args)
 
@@ -122,9 +124,20 @@ def _rows_of_store(address: str) -> list[dict[str, Any]]:
     run = open_run(address)
     with Bar() as bar:
         survey = transfer.survey(run.store, run.job, bar)
+    _expect_run(address, run, survey)
     for problem in survey.unusable:
         sys.stderr.write(f"unusable: {problem}\n")
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
+
+
+def _expect_run(address: str, run: StoredRun, survey: Survey) -> None:
+    """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
+    if not survey.checkpoints and not survey.unusable:
+        marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
+        if not any(marks):
+            raise StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
+    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.unusable:
+        raise StoreError(f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls")
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -175,7 +188,8 @@ def _verify(which: str | None, *, as_json: bool) -> int:
     else:
         for name, differences in found.items():
             out(f"{name}  {'; '.join(differences) or 'every byte is what its manifest says'}")
-    if problems := [*(problem for differences in found.values() for problem in differences), *others]:
+    damaged = (f"{name}: {difference}" for name, differences in found.items() for difference in differences)
+    if problems := [*damaged, *others]:
         raise StoreError(
             "\n".join(problems), hint="resume sets a damaged checkpoint aside and takes the next older one"
         )
@@ -199,6 +213,7 @@ def _differences_in_store(address: str) -> Differences:
 
     run = open_run(address)
     survey = transfer.survey(run.store, run.job)
+    _expect_run(address, run, survey)
     wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
     with Bar() as bar:
         meter = transfer.Meter(sum(c.size_bytes for c in wanted), bar)
@@ -221,16 +236,21 @@ def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
 # --------------------------------------------------------------------------------- restore
 
 
-def _restore(address: str, folder: Path) -> int:
+def _restore(address: str, folder: Path, *, as_json: bool) -> int:
     """Exit 0 only if every byte that was brought is what the manifest says."""
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
     run = open_run(address)
     checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing("FOLDER", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
     with Bar() as bar:
         transfer.restore(run.store, run.job, checkpoint.ref, CheckpointDir(folder, Disk()), bar)
-    out(str(folder / checkpoint.ref.name))
+    place = str(folder / checkpoint.ref.name)
+    if as_json:
+        out_json({"checkpoint": checkpoint.ref.name, "step": checkpoint.ref.step, "folder": place})
+    else:
+        out(place)
     return 0
 
 

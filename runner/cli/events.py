@@ -6,31 +6,42 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from runner.cli.output import out
-from runner.cli.runs import find_run, is_alive
+from runner.cli.runs import find_in_store, find_run, is_alive
+from runner.cli.stores import open_run
+from runner.errors import JobError, StoreError
 from runner.storage import journal
 
 _LOOK_S: Final = 0.5
+_JOURNAL: Final = "journal.jsonl"
+_MAX_BYTES: Final = 64 << 20  # of one machine
 _SHOWN_FIRST: Final = ("event", "at")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="folder, name or job.yaml of the run, or s3:// or file:// of it in the store",
+    )
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
     parser.add_argument("--json", action="store_true", help="a JSON object a line, as in the journal")
 
 
 def run(args: argparse.Namespace) -> int:
+    if address := find_in_store(args.run, os.environ):
+        return _from_the_store(args, address)
     run_dir = find_run(args.run, os.environ)
     told = 0
     while True:
         lives = args.follow and is_alive(run_dir)  # before the read: what came after is read in the next turn
-        told = _tell(run_dir / "journal.jsonl", told, as_json=args.json)
+        told = _tell(run_dir / _JOURNAL, told, as_json=args.json)
         if not lives:
             return 0
         time.sleep(_LOOK_S)
@@ -39,9 +50,33 @@ def run(args: argparse.Namespace) -> int:
 def _tell(path: Path, told: int, *, as_json: bool) -> int:
     """Tell what comes after the first `told` events; returns how many there are."""
     events = journal.events(path)
-    for event in events[told:]:
-        out(json.dumps(event, sort_keys=True) if as_json else describe(event))
+    _print(events[told:], as_json=as_json)
     return len(events)
+
+
+def _from_the_store(args: argparse.Namespace, address: str) -> int:
+    """Machine after machine, in the order of their coming: their clocks are not compared."""
+    if args.follow:
+        raise JobError(
+            "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
+        )
+    run = open_run(address)
+    keys = sorted(e.key for e in run.store.list(f"{run.job}/machines/") if e.key.endswith(f"/{_JOURNAL}"))
+    if not keys:
+        raise StoreError(
+            f"{address}: expected the journal of a machine, found none",
+            hint="the runner writes it with its first copy; is the name of the run right?",
+        )
+    for key in keys:
+        events = journal.parse(run.store.get(key, limit_bytes=_MAX_BYTES) or b"")
+        number = key.split("/")[-2].lstrip("0")
+        _print([{**event, "of_machine": number} for event in events], as_json=args.json)
+    return 0
+
+
+def _print(events: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
+    for event in events:
+        out(json.dumps(event, sort_keys=True) if as_json else describe(event))
 
 
 def describe(event: Mapping[str, Any]) -> str:

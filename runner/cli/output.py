@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
+from runner.errors import JobError
 from runner.words import span
 
 _SAY_EVERY_S: Final = 5.0  # into a file
@@ -29,6 +32,16 @@ def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+@contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """A place that cannot be written to is the caller's to mend; what is in the way is named."""
+    try:
+        yield
+    except OSError as error:
+        place = f"{option} {path}"
+        raise JobError(f"{place}: expected a place to write to, found: {error.strerror or error}") from error
 
 
 class Bar:

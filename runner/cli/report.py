@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runner.cli.output import out, out_json
+from runner.cli.output import out, out_json, writing
 from runner.cli.runs import find_run
 from runner.cli.stores import is_address, open_run
 from runner.errors import JobError
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         out_json(as_json(report))
     elif args.html:
-        Path(args.html).write_text(page(report))
+        with writing("--html", args.html):
+            Path(args.html).write_text(page(report))
     else:
         for line in text(report):
             out("".join(c if c.isprintable() else "?" for c in line))  # of a bucket: it must not move a cursor

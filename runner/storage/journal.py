@@ -277,10 +277,13 @@ def read(path: Path) -> History:
 
 def events(path: Path) -> list[Event]:
     """All whole lines, oldest first."""
-    if not path.exists():
-        return []
+    return parse(path.read_bytes()) if path.exists() else []
+
+
+def parse(content: bytes) -> list[Event]:
+    """The same, of a journal's bytes."""
     found: list[Event] = []
-    for raw in path.read_bytes().split(b"\n")[:-1]:
+    for raw in content.split(b"\n")[:-1]:
         try:
             event = json.loads(raw)
         except ValueError:

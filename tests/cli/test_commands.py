@@ -502,6 +502,7 @@ def test_checkpoints_verify_reads_every_byte(tmp_path, cli):
     assert 4 == after.returncode
     assert 1 == len(json.loads(after.stdout)["checkpoints"][folder.name])
     assert shard_name(0, 1) in after.stderr
+    assert f"error: {folder.name}: " in after.stderr
 
 
 # ------------------------------------------------------------------------------------- store
@@ -573,6 +574,94 @@ def test_a_damaged_checkpoint_in_the_store_is_found_and_not_restored(tmp_path, c
     assert (4, 4) == (verified.returncode, restored.returncode)
     assert [0, 1] == [len(found) for _, found in sorted(json.loads(verified.stdout)["checkpoints"].items())]
     assert not (tmp_path / "here" / name).exists()
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+@pytest.mark.parametrize("where", ["/x", "/.."])
+def test_a_run_that_the_store_does_not_have_is_no_empty_table(cli, stored, action, where):
+    """
+    Neither a name that was mistyped nor the folder that runs are in is a run without checkpoints.
+    """
+    address = f"{stored}x" if where == "/x" else stored.rpartition("/")[0]
+
+    done = cli("checkpoints", action, address)
+
+    assert (4, "", f"error: {address}: expected a run, found none") == (
+        done.returncode,
+        done.stdout,
+        done.stderr.splitlines()[0],
+    )
+
+
+def test_restore_says_in_json_what_it_brought(tmp_path, cli, stored):
+    """
+    For scripts.
+    """
+    done = cli("checkpoints", "restore", stored, str(tmp_path / "here"), "--json")
+
+    name = "step-00000500-0123abcd"
+    expected = {"checkpoint": name, "step": 500, "folder": str(tmp_path / "here" / name)}
+    assert (0, expected) == (done.returncode, json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("what", ["report", "restore"])
+def test_a_place_that_cannot_be_written_to_is_no_fault_of_ours(tmp_path, cli, stored, what):
+    """
+    One line that names it, and exit code 2.
+    """
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "x")
+    words = {
+        "report": ["report", str(tmp_path / "elsewhere" / "llama"), "--html", place],
+        "restore": ["checkpoints", "restore", stored, place],
+    }
+
+    done = cli(*words[what])
+
+    assert 2 == done.returncode, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert place in line
+    assert "hint: this is a fault" not in done.stderr
+
+
+def test_events_are_read_from_the_store(cli, stored):
+    """
+    The journals of all machines, in the order of their coming.
+    """
+    root = Path(stored.removeprefix("file://")) / "machines"
+    for number, event in (("0001", "accepted"), ("0002", "joined")):
+        (root / number).mkdir(parents=True)
+        line = json.dumps({"event": event, "at": "2026-01-01T03:00:00+00:00"})
+        (root / number / "journal.jsonl").write_text(f"{line}\n")
+
+    text, lines = cli("events", stored), cli("events", stored, "--json").stdout.splitlines()
+
+    assert (0, 2) == (text.returncode, len(text.stdout.splitlines()))
+    assert [("accepted", "1"), ("joined", "2")] == [(e["event"], e["of_machine"]) for e in map(json.loads, lines)]
+    assert [4, 2] == [cli("events", f"{stored}x").returncode, cli("events", stored, "-f").returncode]
+
+
+def test_triage_of_a_run_by_its_name(tmp_path, cli):
+    """
+    It points to a log that is there; and of a run that succeeded it says so, and advises nothing.
+    """
+    run_dir = write_run(tmp_path / "llama")
+    log = run_dir / "logs" / "attempt-0001" / "launcher.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("all is well\n")
+    unknown = cli("triage").stdout
+    launched = {"event": "launched", "number": 1, "id": "a", "resume": None, "lineage": 1, "boot_id": "b"}
+    exited = {"event": "exited", "ending": "succeeded", "code": 0, "step": 9, "reason": ""}
+    at = "2026-01-01T03:00:00+00:00"
+    lines = [json.dumps(event | {"at": at}) for event in (launched, exited)]
+    (run_dir / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    done, missing = cli("triage"), cli("triage", "lama")
+
+    assert f"see {log}" in unknown
+    assert (0, f"nothing failed: attempt 1, the last of {run_dir}, succeeded\n") == (done.returncode, done.stdout)
+    assert None is json.loads(cli("triage", "llama", "--json").stdout)["decision"]
+    assert (2, True) == (missing.returncode, "runs there: llama" in missing.stderr)
 
 
 @pytest.mark.parametrize("address", ["s3://bucket", "file:///", "s3://"])

@@ -35,8 +35,8 @@ def first_error(path: Path, ended: Exit | None = None) -> Diagnosis:
     lines = (read_source(source, index) for index, source in enumerate(sources))
     kept = list(lines) if hang else None  # a hang leaves little, and it is read twice
     seen = gather(kept or lines)
-    seen.kills = read_kills(path)
+    seen.kills = read_kills(root)
     seen.launcher_code = ended.code if ended else None
     chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
     files = [source.path for source in sources]
-    return replace(diagnose(chosen), summary=told or tell(chosen, seen, files=files, folder=path, ended=ended))
+    return replace(diagnose(chosen), summary=told or tell(chosen, seen, files=files, folder=root, ended=ended))
