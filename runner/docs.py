@@ -190,7 +190,9 @@ def exit_codes_page() -> str:
     """Every way `run` ends, and what to do about it."""
     rows = ["| code | meaning |", "|---|---|", "| 0 | done: training ended well, and what had to be saved is saved |"]
     rows += [f"| {error.exit_code} | {error.meaning} |" for error in ALL_ERRORS]
-    rows += ["| 130 | interrupted at the keyboard |"]
+    rows += [
+        "| 130 | interrupted at the keyboard (Ctrl-C): commands other than `run`, which saves and leaves with 75 |"
+    ]
     return "\n".join(
         (
             "# Exit codes\n",

@@ -56,7 +56,7 @@ class StoppedError(RunnerError):
 
 class LeftError(RunnerError):
     exit_code = 75
-    meaning = "left after SIGTERM: saved, resumable, start it again"
+    meaning = "left when asked to (SIGTERM or Ctrl-C): saved, resumable, start it again"
 
 
 ALL_ERRORS: tuple[type[RunnerError], ...] = (

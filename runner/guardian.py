@@ -236,7 +236,7 @@ class Guardian:
         """What the runner said, with a line about it."""
         if _name(heard.rented) != _name(self._armed.rented):
             log(f"{_name(heard.rented)}, by job.yaml")
-        elif heard.deadline_at != self._armed.deadline_at:
+        elif abs(heard.deadline_at - self._armed.deadline_at) >= timedelta(seconds=1):  # less is no news
             log(f"deadline {_show(heard.deadline_at)}, set by the runner")
         return heard
 
@@ -355,7 +355,7 @@ class Guardian:
 
     def _on_leave(self) -> None:
         if not self._leaving:
-            log("SIGTERM: this boot ends")
+            log("asked to leave (SIGTERM or Ctrl-C): this boot ends")
         self._leaving = True
 
     def _pause(self, seconds: float) -> None:

@@ -139,9 +139,18 @@ def want_of_room(directory: Path, size_bytes: int, *, keep_last: int | None = No
     if free + spare >= needed:
         return ""
     return (
-        f"{directory}: one more checkpoint needs {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free; "
+        f"{directory}: one more checkpoint needs {_size(needed)}, {_size(free)} are free; "
         "free some space there, or put the checkpoints on a larger disk"
     )
+
+
+def _size(num_bytes: float) -> str:
+    """Never `0 MB` of something: `12.4 kB`, `1.2 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:  # noqa: PLR2004  # the base of the units
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
 
 
 def describe_error(directory: Path, error: OSError) -> str:

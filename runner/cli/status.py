@@ -15,7 +15,9 @@ from runner.cli.runs import STATUS, find_in_store, find_run, is_alive
 from runner.cli.stores import read_small
 from runner.errors import JobError
 from runner.facts import LeaseState, Verdict
+from runner.supervise.process import find
 from runner.words import span
+from vramfarm.protocol import Env
 
 Status = Mapping[str, Any]
 
@@ -32,10 +34,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     status, alive = read_status(args.run)
+    left = (
+        0 if alive is not False or find_in_store(args.run, os.environ) else count_left(find_run(args.run, os.environ))
+    )
     if args.json:
-        out_json({**status, "runner_alive": alive})
+        out_json({**status, "runner_alive": alive, "processes_left": left})
         return 0
-    for line in describe(status, alive=alive, now=datetime.now(UTC)):
+    for line in describe(status, alive=alive, now=datetime.now(UTC), left=left):
         out(line)
     return 0
 
@@ -46,6 +51,11 @@ def read_status(which: str | None) -> tuple[Status, bool | None]:
         return _parse(f"{address}/{STATUS}", read_small(address, STATUS)), None
     run_dir = find_run(which, os.environ)
     return _parse(str(run_dir / STATUS), _read(run_dir)), is_alive(run_dir)
+
+
+def count_left(run_dir: Path) -> int:
+    """Ranks and savers of the run that live on without their runner."""
+    return len(find(Env.RUN, str(run_dir.resolve())))
 
 
 def _read(run_dir: Path) -> bytes:
@@ -65,18 +75,19 @@ def _parse(where: str, raw: bytes) -> Status:
     return status
 
 
-def describe(status: Status, *, alive: bool | None, now: datetime) -> Iterator[str]:
-    """A few lines for a person; a field that is missing is left out."""
-    yield "  ".join(filter(None, (str(status.get("job", "?")), _phase(status, alive=alive), _progress(status))))
+def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0) -> Iterator[str]:
+    """A few lines for a person; a field that is missing is left out. `left`: processes that outlived the runner."""
+    phase = _phase(status, alive=alive, left=left)
+    yield "  ".join(filter(None, (str(status.get("job", "?")), phase, _progress(status))))
     if message := status.get("message"):
         yield f"  {message}"
     yield from _verdict(status.get("verdict"))
     yield from _lease(status.get("lease"))
     yield from _trouble(status)
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
-    if money := _time_and_money(status, now):
+    if money := _time_and_money(status, now, alive=alive):
         yield f"  {money}"
-    yield f"  {_freshness(status, alive=alive, now=now)}"
+    yield f"  {_freshness(status, alive=alive, now=now, left=left)}"
 
 
 def _verdict(verdict: object) -> Iterator[str]:
@@ -110,9 +121,11 @@ def _trouble(status: Status) -> Iterator[str]:
         yield f"  changed for this attempt: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
 
-def _phase(status: Status, *, alive: bool | None) -> str:
+def _phase(status: Status, *, alive: bool | None, left: int) -> str:
     if outcome := status.get("outcome"):
         return f"{outcome} (exit code {status.get('exit_code')})"
+    if left:
+        return "without a runner"
     return "not running" if alive is False else str(status.get("phase", "")).lower()
 
 
@@ -138,12 +151,13 @@ def _checkpoints(status: Status) -> str:
     return f"{len(checkpoints)} checkpoints, {where}, the newest at step {newest.get('step')}"
 
 
-def _time_and_money(status: Status, now: datetime) -> str:
+def _time_and_money(status: Status, now: datetime, *, alive: bool | None) -> str:
     parts = []
     if (deadline := status.get("deadline_at")) and not status.get("outcome"):
         left = (datetime.fromisoformat(deadline) - now).total_seconds()
         what = "the server stops" if status.get("server") else "the run ends"
-        parts.append(f"{what} at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}")
+        when = f"{what} at the latest in {span(left)}" if left > 0 else f"the deadline was {deadline}"
+        parts.append(_unwatched(left, is_rented=bool(status.get("server"))) if alive is False and left > 0 else when)
     if cost := status.get("cost"):
         parts.append(f"cost so far {cost}")
     if isinstance(spent := status.get("spent"), dict) and spent.get("useful_s"):
@@ -153,9 +167,19 @@ def _time_and_money(status: Status, now: datetime) -> str:
     return ", ".join(parts)
 
 
-def _freshness(status: Status, *, alive: bool | None, now: datetime) -> str:
+def _unwatched(left_s: float, *, is_rented: bool) -> str:
+    """On a rented server the guardian may live, and start the runner again."""
+    if is_rented:
+        return f"the deadline is in {span(left_s)}, and only a guardian that still lives watches it"
+    return f"the deadline is in {span(left_s)}, and nobody watches it"
+
+
+def _freshness(status: Status, *, alive: bool | None, now: datetime, left: int) -> str:
     updated = status.get("updated_at")
     seen = f"as of {span((now - datetime.fromisoformat(updated)).total_seconds())} ago" if updated else "of unknown age"
+    if left and not status.get("outcome"):
+        who = "1 process lives on without it" if left == 1 else f"{left} processes live on without it"
+        return f"{seen}; the runner is not alive, {who}: start it again with the same job.yaml and it goes on with them"
     if alive is False and not status.get("outcome"):
         return f"{seen}; the runner is not alive: start it again with the same job.yaml and it goes on"
     return seen

@@ -320,7 +320,7 @@ def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
 def _why_leave(history: History, seen: Observed) -> str:
     limit = limit_at(history, seen)
     if seen.leaving:
-        return "SIGTERM"
+        return "asked to leave (SIGTERM or Ctrl-C)"
     if seen.stop_requested:
         return "asked to stop"
     if history.conclusion:

@@ -15,7 +15,7 @@ from runner.cli.planned import refuse_planned
 from runner.cli.status import describe
 from runner.job import Job
 from runner.storage.checksums import crc32
-from vramfarm.protocol import Manifest, Shard, dump_manifest, shard_name
+from vramfarm.protocol import Env, Manifest, Shard, dump_manifest, shard_name
 
 JOB = "name: llama\ncommand: train.py --lr 2e-5\noffload: {to: s3://bucket/runs}\nlimits: {max_duration: 12h}\n"
 
@@ -346,8 +346,28 @@ def test_status_json_is_the_file_and_whether_the_runner_lives(tmp_path, cli, hel
     held_lock(run_dir)
     alive = json.loads(cli("status", "llama", "--json").stdout)
 
-    assert written | {"runner_alive": False} == dead
-    assert written | {"runner_alive": True} == alive
+    assert written | {"runner_alive": False, "processes_left": 0} == dead
+    assert written | {"runner_alive": True, "processes_left": 0} == alive
+
+
+def test_status_says_that_ranks_live_on_without_a_runner(tmp_path, cli):
+    """
+    They train and cost, nobody watches the deadline, and a start takes them over.
+    """
+    run_dir = write_run(tmp_path / "llama", server=None)
+    rank = subprocess.Popen(["sleep", "60"], env={**os.environ, Env.RUN: str(run_dir)})
+    try:
+        told = cli("status").stdout
+        left = json.loads(cli("status", "--json").stdout)["processes_left"]
+    finally:
+        rank.kill()
+        rank.wait()
+
+    assert 1 == left
+    assert "llama  without a runner  step 500/1000" in told
+    assert "1 process lives on without it: start it again with the same job.yaml" in told
+    assert "and nobody watches it" in told
+    assert "at the latest" not in told
 
 
 def test_status_says_that_the_runner_is_gone(tmp_path, cli):

@@ -363,3 +363,19 @@ def test_the_guardian_is_small(house: Farmhouse, rent):
 
     assert 40_000 > int(status.partition("VmRSS:")[2].split()[0]), "kB"
     house.stop(server)
+
+
+def test_a_deadline_is_told_when_it_changes(house: Farmhouse, rent):
+    """
+    The runner repeats its word, a fraction of a second apart; the log has it once.
+    """
+    at = (datetime.now(UTC) + timedelta(hours=1)).replace(microsecond=0)
+    words = [
+        f'say {{"deadline": "{moment.isoformat()}", "keep": "/workspace"}}'
+        for moment in (at, at.replace(microsecond=400_000))
+    ]
+    server = rent("; ".join([*words, DONE]))
+
+    house.wait_stopped(server)
+
+    assert 1 == house.log(server).count("set by the runner")

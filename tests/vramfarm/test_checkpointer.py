@@ -565,8 +565,18 @@ def test_want_of_room_says_where_and_how_much(tmp_path):
     why = folder.want_of_room(tmp_path, 1 << 60)
 
     assert "" == folder.want_of_room(tmp_path, 1)
-    assert why.startswith(f"{tmp_path}: one more checkpoint needs 1210")
+    assert why.startswith(f"{tmp_path}: one more checkpoint needs 1210567.6 TB, ")
     assert "free some space there" in why
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"), [(0, "0 B"), (12_400, "12.4 kB"), (400_000, "400.0 kB"), (1_200_000_000, "1.2 GB")]
+)
+def test_a_size_is_never_nothing_of_a_larger_unit(num_bytes, expected):
+    """
+    "needs 0 MB, 0 MB are free" helps nobody.
+    """
+    assert expected == folder._size(num_bytes)
 
 
 def test_the_batch_of_the_job_is_kept_by_a_loop_that_asks(tmp_path, monkeypatch, capsys):
