@@ -213,7 +213,9 @@ time limit, and comes to one verdict:
 - **go**;
 - **go, with changes**: variables of the environment that every attempt gets; the journal has them with the attempt;
 - **swap this machine**: exit code 3, and a rented server is stopped when its paid minutes are used up. Only what would make
-  training fail here, and not elsewhere, comes to this. All else is said, and the job is tried.
+  training fail here, and not elsewhere, comes to this. All else is said, and the job is tried;
+- **this job cannot run**: its store refuses it (no such bucket, wrong credentials, read-only, full), and would on any
+  machine: exit code 4, with the cure.
 
 The log has the verdict in one line, `status.json` has it as `verdict` (`{"verdict", "reasons", "env"}`), here and in the
 store. It is looked at again after every start of the runner, and remembered nowhere. A variable that is set already, in
@@ -221,7 +223,7 @@ job.yaml or in the container's environment, is never changed.
 
     vramfarm-runner preflight --config job.yaml [--json]
 
-does the same by hand and starts nothing. Its exit code is 0 for go, with changes or without, and 3 for swap.
+does the same by hand and starts nothing. Its exit code is 0 for go, with changes or without, 3 for swap, 4 for a store that refuses.
 
 ## Communication test
 

@@ -514,6 +514,7 @@ class Verdict(StrEnum):
     GO = "go"
     CHANGES = "changes"
     SWAP = "swap"  # this machine cannot do the job: rent another one
+    REFUSE = "refuse"  # no machine can, before something else is mended: the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ from runner.policy.comm import TOTAL_S, Setting, judge_trials, next_order
 from runner.policy.fit import judge_fit
 from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topology, link_class, wires
 from runner.policy.preflight import (
+    EXIT_CODE,
     LAUNCHER_MODULES,
     expected_checkpoint,
     judge_container,
@@ -186,10 +187,18 @@ def _caught(name: str, check: Check) -> tuple[Finding, ...]:
         return tuple(check())
     except MachineError as error:
         return (Finding(name=name, severity=Severity.REFUSE, message=str(error), hint=error.hint),)
+    except OffsiteError as error:
+        return (_of_the_store(name, error),)
     except RunnerError as error:
         return (Finding(name=name, severity=Severity.WARN, message=str(error), hint=error.hint),)
     except Exception as error:  # noqa: BLE001  # a check that fails must not keep a job from starting
         return (Finding(name=name, severity=Severity.WARN, message=f"{name}: not checked: {error!r}"),)
+
+
+def _of_the_store(name: str, error: OffsiteError) -> Finding:
+    """One that refuses us ends any run at its start; one that is away may be back by then."""
+    severity, facts = (Severity.REFUSE, {EXIT_CODE: error.exit_code}) if error.final else (Severity.WARN, {})
+    return Finding(name=name, severity=severity, message=str(error), hint=error.hint, facts=facts)
 
 
 # ------------------------------------------------------------------------------------ cards

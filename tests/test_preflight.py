@@ -209,6 +209,35 @@ def test_a_folder_that_cannot_be_written_refuses(tmp_path):
     assert "expected a folder that can be written" in told["disk"].message
 
 
+def test_a_store_that_would_refuse_the_run_is_said_by_preflight(cli, job):
+    """
+    Not the machine's fault: the verdict is that of the job, with the cure, and the exit code is that of `run`.
+    """
+    job.write_text(job.read_text() + "offload: {to: 'file:///sys/vramfarm-store'}\n")  # nobody can write there
+
+    done = cli("preflight", "--config", "job.yaml")
+    told = json.loads(cli("preflight", "--config", "job.yaml", "--json").stdout)
+    run = cli("run", "--config", "job.yaml")
+
+    assert (4, 4) == (done.returncode, run.returncode), done.stderr + run.stderr
+    assert "verdict: this job cannot run: file:///sys/vramfarm-store" in done.stdout
+    assert "refuse" == told["verdict"]
+    assert told["reasons"][0].startswith("file:///sys/vramfarm-store")
+    assert "; " in told["reasons"][0], "no cure"
+
+
+def test_a_store_that_does_not_answer_now_refuses_nothing(tmp_path):
+    """
+    It may be back when the job starts, and a run waits for it.
+    """
+    away = mission(tmp_path, offload={"to": "s3://bucket/runs", "endpoint": "http://127.0.0.1:9"})
+    env = {**away.env, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+    told = preflight._caught("store", lambda: preflight._store(replace(away, env=env)))
+
+    assert [Severity.WARN] == [one.severity for one in told], told
+
+
 IMPORTS = {
     "there": ("import json, torch\nfrom vramfarm import Checkpointer\n", None),
     "missing": ("import os\nimport flash_attn_none\n", "flash_attn_none"),

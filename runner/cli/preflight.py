@@ -14,11 +14,10 @@ from runner.adapters.providers import find_server, with_secrets
 from runner.cli.load import load_job
 from runner.cli.loop import find_out, refuse_missing
 from runner.cli.output import out, out_json
-from runner.errors import MachineError
 from runner.facts import Finding, Preflight, Severity, Verdict
 from runner.job import ProviderName
 from runner.policy.limits import deadline
-from runner.policy.preflight import decide_verdict
+from runner.policy.preflight import decide_verdict, exit_code_of
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.supervise.attempt import PREVENTION
 from runner.supervise.source import source_folder
@@ -29,6 +28,7 @@ _VERDICTS: Final = {
     Verdict.GO: "go",
     Verdict.CHANGES: "go, with these changes",
     Verdict.SWAP: "swap this machine",
+    Verdict.REFUSE: "this job cannot run",
 }
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for line in describe(found):
             out(line)
-    return MachineError.exit_code if found.verdict is Verdict.SWAP else 0
+    return exit_code_of(found)
 
 
 def _look(setting: Setting, env: dict[str, str]) -> Preflight:
@@ -97,5 +97,8 @@ def describe(found: Preflight) -> Iterator[str]:
     yield f"{'set':<8} {'always':<14} {told} (unless you set them)"
     if found.env:
         yield f"{'set':<8} {'here':<14} {' '.join(f'{name}={value}' for name, value in found.env.items())}"
+    if found.verdict is Verdict.REFUSE:
+        yield f"verdict: {_VERDICTS[found.verdict]}: {'; '.join(found.reasons)}"
+        return
     yield f"verdict: {_VERDICTS[found.verdict]}"
     yield from (f"  {reason}" for reason in found.reasons)

@@ -92,8 +92,12 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
 
 def _verdict(verdict: object) -> Iterator[str]:
     """Only what is worth a line: changes that were made, a machine that was refused."""
-    if isinstance(verdict, dict) and verdict.get("verdict") in {Verdict.CHANGES, Verdict.SWAP}:
-        word = "machine refused" if verdict["verdict"] == Verdict.SWAP else "preflight"
+    words: dict[str, str] = {
+        Verdict.CHANGES: "preflight",
+        Verdict.SWAP: "machine refused",
+        Verdict.REFUSE: "this job cannot run",
+    }
+    if isinstance(verdict, dict) and (word := words.get(str(verdict.get("verdict")))):
         yield from (f"  {word}: {reason}" for reason in verdict.get("reasons", ()))
 
 

@@ -632,6 +632,8 @@ def _look_ahead(seen: Observed) -> Action | None:
 
 def _judge_machine(job: Job, seen: Observed) -> Action | None:
     """A verdict is waited for, but not for ever; one that never came refuses nothing."""
+    if seen.preflight and seen.preflight.verdict is Verdict.REFUSE:
+        return _refuse(Outcome.STORE, "; ".join(seen.preflight.reasons), job, seen)
     if seen.preflight and seen.preflight.verdict is Verdict.SWAP:
         return _publish_verdict(job, seen) or _refuse(Outcome.REFUSED, "; ".join(seen.preflight.reasons), job, seen)
     state = seen.tasks.get(TaskKind.PREFLIGHT)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from runner.errors import MachineError
 from runner.facts import (
     CardReport,
     CardState,
@@ -135,21 +136,36 @@ CHECKS: Final[Mapping[str, Check]] = {
 # ----------------------------------------------------------------------------------- verdict
 
 
+EXIT_CODE: Final = "exit_code"  # the fact of a finding that refuses, and not because of the machine
+
+
 def decide_verdict(findings: Iterable[Finding], *, users: Collection[str] = ()) -> Preflight:
     """What the findings come to. A variable that is set already (`users`: the names) is never changed."""
     found = _acquitted(tuple(findings))
     refused = tuple(one for one in found if one.severity is Severity.REFUSE)
     if refused:
-        reasons = tuple(map(_with_hint, refused))
-        return Preflight(verdict=Verdict.SWAP, reasons=reasons, findings=found)
+        elsewhere = tuple(one for one in refused if EXIT_CODE in one.facts)  # another machine would be refused, too
+        verdict = Verdict.REFUSE if elsewhere else Verdict.SWAP
+        return Preflight(verdict=verdict, reasons=tuple(map(_with_hint, elsewhere or refused)), findings=found)
     env: dict[str, str] = {}
-    reasons = ()
+    reasons: tuple[str, ...] = ()
     for one in found:
         new = {name: value for name, value in changes_of(one).items() if name not in users and name not in env}
         env |= new
         told = " ".join(f"{name}={value}" for name, value in new.items())
         reasons += (f"{_with_hint(one)}; going on with {told}",) if new else ()
     return Preflight(verdict=Verdict.CHANGES if env else Verdict.GO, reasons=reasons, env=env, findings=found)
+
+
+def exit_code_of(found: Preflight) -> int:
+    """With what `preflight` ends: that of a run that would start here now."""
+    match found.verdict:
+        case Verdict.SWAP:
+            return MachineError.exit_code
+        case Verdict.REFUSE:
+            return max(int(one.facts.get(EXIT_CODE, 0)) for one in found.findings)
+        case Verdict.GO | Verdict.CHANGES:
+            return 0
 
 
 def tell_verdict(found: Preflight, *, is_part: bool = False) -> str:
@@ -160,6 +176,8 @@ def tell_verdict(found: Preflight, *, is_part: bool = False) -> str:
     match found.verdict:
         case Verdict.SWAP:
             return f"preflight: swap this machine: {'; '.join(found.reasons)}"
+        case Verdict.REFUSE:
+            return f"preflight: this job cannot run: {'; '.join(found.reasons)}"
         case Verdict.CHANGES:
             told = f"preflight: go, with changes: {'; '.join(found.reasons)}"
         case Verdict.GO:

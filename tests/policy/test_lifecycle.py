@@ -420,6 +420,17 @@ def test_a_store_that_refuses_while_it_trains_is_asked_again(kind):
     assert Begin(kind, subject) == decide(JOB, ACCEPTED, replace(seen, now=START + REFUSED_AGAIN))
 
 
+def test_what_preflight_finds_of_the_store_ends_it_as_the_store_does():
+    """
+    Exit code 4, not 3: another machine would not help.
+    """
+    found = Preflight(verdict=Verdict.REFUSE, reasons=("the store is full; free some space",))
+
+    end = decide(ALONE, ACCEPTED, Observed(now=START, boot_id="b", life="l", preflight=found, tasks=DONE))
+
+    assert (4, "the store is full; free some space") == (end.code, end.reason)
+
+
 def test_the_time_limit_saves_first(tmp_path):
     """
     Before the deadline the attempt is interrupted, saved, uploaded; code 7; a new machine may go on.
@@ -690,6 +701,7 @@ def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expecte
 
 ALONE = Job.model_validate({"name": "tiny", "command": "train.py"})
 ACCEPTED = History(accepted_at=START, opened_at=START)
+DONE = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
 
 
 def preflighted(state=None, *, verdict=None, env=None, **seen):
