@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, Final
 
 from vramfarm.protocol import EndRecord, Ref
+
+FULL_BYTES: Final = 1 << 18  # with less, a disk is full: the logs and records of a launch do not fit
 
 # ----------------------------------------------------------------------------- checkpoints
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,3 +54,13 @@ class RunFolder:
 
     def evidence(self, number: int) -> Path:
         return self.root / "evidence" / f"attempt-{number:04d}"
+
+
+def free_bytes(folder: Path) -> int | None:
+    """What its disk has left; nothing, if it may have no more files. None: nobody can say."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    no_more_files = space.f_files > 0 and space.f_favail == 0
+    return 0 if no_more_files else space.f_bavail * space.f_frsize

@@ -22,7 +22,7 @@ from runner.facts import (
     Observed,
     Progress,
 )
-from runner.folder import RunFolder
+from runner.folder import RunFolder, free_bytes
 from runner.job import GuardPolicy, HangPolicy, Job
 from runner.policy import ledger
 from runner.policy.divergence import LossWatch, divergence, watch_loss
@@ -111,7 +111,10 @@ class AttemptSight:
         if exit_ is not None and exit_.code == 0:
             return None
         if self._told is None or self._told[0] != exit_:
-            self._told = (exit_, first_error(folder, exit_ or Exit(code=None)))
+            self._told = (
+                exit_,
+                first_error(folder, exit_ or Exit(code=None), free_bytes=free_bytes(self._folder.root)),
+            )
         return self._told[1]
 
     def _read_page(self, now: datetime) -> None:

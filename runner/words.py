@@ -5,6 +5,7 @@ What a person reads: one line an action, as `decide` named it, each with what an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,6 +25,7 @@ from runner.facts import (
     Machine,
     Observed,
     Outcome,
+    Progress,
     Running,
     Server,
     TaskKind,
@@ -272,7 +274,7 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if checkpoint.ref not in old_local:
             took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
-    if before and after.progress.num_failed > before.progress.num_failed and after.progress.save_error:
+    if before and _is_news(before.progress, after.progress):
         yield f"{after.progress.save_error}; training goes on"
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
@@ -282,6 +284,15 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
     yield from _task_changes(before, after)
 
 
+def _is_news(before: Progress, after: Progress) -> bool:
+    """A save that fails for a new reason; for the same one the 1st, 2nd, 4th, 8th... of a disk that stays full."""
+    if after.num_failed <= before.num_failed or not after.save_error:
+        return False
+    told, tells = (_DIGITS.sub("", progress.save_error) for progress in (before, after))
+    return told != tells or after.num_failed.bit_length() > before.num_failed.bit_length()
+
+
+_DIGITS = re.compile(r"\d+")
 _WARN_BEFORE = (timedelta(hours=1), timedelta(minutes=15))
 
 
@@ -429,6 +440,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "eta_s": eta_s(seen),
         "hang": seen.hang.reason if seen.hang else None,
         "straggler": seen.straggler or None,
+        "save_error": seen.progress.save_error or None,
         "attempt": history.attempts[-1].number if history.attempts else 0,
         "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
         "last_failure": _last_failure(history),

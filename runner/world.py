@@ -39,7 +39,7 @@ from runner.facts import (
     TaskKind,
     TaskState,
 )
-from runner.folder import RunFolder
+from runner.folder import RunFolder, free_bytes
 from runner.job import Job
 from runner.policy import ledger
 from runner.policy.batch import accumulation
@@ -160,7 +160,7 @@ class RealWorld:
             boot_id=self._boot_id,
             life=self._life,
             local=self.checkpoints.committed(),
-            free_bytes=self._free_bytes(),
+            free_bytes=free_bytes(self.checkpoints.root),
             log_bytes=self._logs.size(now),
             log_error=self._logs.error,
             leftovers=self.checkpoints.leftovers(),
@@ -219,11 +219,6 @@ class RealWorld:
             return ""
         changed = [name for name in mine if theirs.get(name) != mine[name]]
         return "; ".join(f"{n}: there {json.dumps(theirs.get(n))}, here {json.dumps(mine[n])}" for n in changed)
-
-    def _free_bytes(self) -> int | None:
-        with suppress(OSError):
-            return shutil.disk_usage(self.checkpoints.root).free
-        return None
 
     def _find_only_here(self, since: datetime, outputs: TaskState) -> tuple[str, ...]:
         """Looked for once after each attempt, and when the outputs are in the store: it reads a whole tree."""

@@ -1,5 +1,6 @@
 """What people read: every action has its line, numbers are readable, the summary says where the weights are."""
 
+import itertools
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -165,6 +166,20 @@ def test_a_refusal_of_the_store_is_said_once_with_the_cure():
     line = "lease of the run failed: no space left; free some space (training goes on; it is tried again every 2m 00s)"
     assert [line] == list(changes(live, after))
     assert [] == list(changes(after, later))
+
+
+def test_a_disk_that_stays_full_is_told_ever_more_rarely():
+    """
+    The first time, then after twice as many; a new reason at once. `status` has it all the while.
+    """
+
+    def look(count, why="no room"):
+        return replace(SEEN, progress=Progress(num_failed=count, save_error=f"save of step {count} failed: {why}"))
+
+    looks = [look(count) for count in range(1, 9)] + [look(9, "no disk")]
+    told = [line.split()[3] for a, b in itertools.pairwise([SEEN, *looks]) for line in changes(a, b)]
+
+    assert ["1", "2", "4", "8", "9"] == told
 
 
 def test_slow_work_says_how_far_it_has_got():

@@ -8,6 +8,7 @@ committed even if all of them are killed. It stays until training has ended, or 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -276,8 +277,8 @@ class Saver:
     def _fail(self, why: str) -> None:
         now, save = time.monotonic(), self._save
         text = f"save of step {save.step} failed: {why}" if save else why
+        self._page.set_error(text)  # first: the page is memory, the log is on the disk that may be full
         say(text)
-        self._page.set_error(text)
         self._page[Word.NUM_FAILED] += 1
         self._not_before = now + RETRY_S
         self._due_at = now + min(self._orders.interval_s, RETRY_INTERVAL_S)
@@ -542,8 +543,8 @@ class Saver:
             self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
         except (OSError, ValueError) as error:
             why = f"rank {rank}: no staging memory: {error}"
-            say(why)
             self._page.set_error(why)
+            say(why)
             self._page.put(rank, Slot.ARENA_STATE, Arena.NONE)
 
     def _take_pages(self, arena: tuple[int, int, int]) -> memoryview:
@@ -581,9 +582,9 @@ class Saver:
             if not why:
                 return True
             if why != self._page.error():
-                say(why)
                 self._page.set_error(why)
                 self._page[Word.NUM_FAILED] += 1
+                say(why)
             now = time.monotonic()
             done = all(rank.phase is Phase.DONE for rank in self._look())
             done_since = (done_since or now) if done else None
@@ -654,7 +655,9 @@ def _frozen_in(manifest: protocol.Manifest) -> dict[str, int]:
 
 
 def say(text: str) -> None:
-    print(f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}", file=sys.stderr, flush=True)  # noqa: T201  # its log
+    """Into its log, if there is room for it: whoever keeps the checkpoints does not die of a word."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        os.write(sys.stderr.fileno(), f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}\n".encode())
 
 
 def main(env: Mapping[str, str] = os.environ) -> None:
@@ -665,7 +668,12 @@ def main(env: Mapping[str, str] = os.environ) -> None:
     if protocol.process_started(page[Word.SAVER_PID]) == page[Word.SAVER_STARTED] != 0:
         say("another saver serves this attempt")
         return
-    Saver(orders, page).run()
+    try:
+        Saver(orders, page).run()
+    except Exception as error:
+        page.set_error(f"the saver died of {error!r}; it is started again; see saver.log")
+        page[Word.NUM_FAILED] += 1
+        raise
     if orders.keep_last is not None:  # no supervisor: nobody else removes the page
         orders.control.unlink(missing_ok=True)
 

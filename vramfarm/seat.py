@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from vramfarm import memory, protocol
 from vramfarm.memory import WINDOW_BYTES, StagingMemory
@@ -83,8 +83,7 @@ class SaverProcess:
 
     def _start(self) -> None:
         script = Path(__file__).absolute().with_name("saver.py")
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        with self._open_log() as log:
             self._child = subprocess.Popen(
                 (self._env.get(Env.SAVER_PYTHON) or sys.executable, "-I", str(script)),
                 stdin=subprocess.DEVNULL,
@@ -93,6 +92,14 @@ class SaverProcess:
                 env=self._env,
                 start_new_session=True,
             )
+
+    def _open_log(self) -> BinaryIO:
+        """A disk without room for its log is no reason to train without a saver, nor to end training."""
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            return self._log.open("ab")
+        except OSError:
+            return Path(os.devnull).open("ab")
 
 
 class Seat:

@@ -115,10 +115,10 @@ def _lease(lease: object) -> Iterator[str]:
 
 
 def _trouble(status: Status) -> Iterator[str]:
-    """Of the attempt that runs: whether it hangs, who is slow, what was changed for it."""
+    """Of the attempt that runs: whether it hangs, who is slow, why it is not saved, what was changed for it."""
     if status.get("outcome"):
         return
-    for name, word in (("hang", "it hangs: "), ("straggler", "")):
+    for name, word in (("hang", "it hangs: "), ("straggler", ""), ("save_error", "not saved: ")):
         if told := status.get(name):
             yield f"  {word}{told}"
     if changes := status.get("env_changes"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from runner.facts import (
+    FULL_BYTES,
     Attempt,
     Conclusion,
     Diagnosis,
@@ -28,7 +29,7 @@ from runner.job import AtEnd, Job
 from runner.policy.divergence import first_distrusted, is_distrusted, newest_good
 from runner.policy.ledger import sum_up
 from runner.policy.limits import limit_at
-from runner.policy.restart import GiveUp, Retry, Succeeded, decide_restart
+from runner.policy.restart import DISK_FULL, GiveUp, Retry, Succeeded, decide_restart
 from runner.policy.resume import NEVER, Fetch, Fork, From, plan_fork, plan_resume, resume_floor, stale_copies
 from runner.policy.retention import plan_retention
 from vramfarm.protocol import Ref
@@ -606,12 +607,31 @@ def _prepare(job: Job, history: History, seen: Observed) -> Action | None:
     return (
         _end_stuck(seen)
         or _know_the_store(job, history, seen)
+        or _expect_disk(job, history, seen)
         or _announce(job, history, seen)
         or _look_ahead(seen)
         or _judge_machine(job, seen)
         or _bring_in(job, seen)
         or _keep_house(job, history, seen)
     )
+
+
+def _expect_disk(job: Job, history: History, seen: Observed) -> Action | None:
+    """
+    Nothing is launched onto a full disk: it would die without a word, and be blamed for it. What may
+    be removed goes first.
+    """
+    if seen.free_bytes is None or not _is_full(seen.free_bytes, history, seen):
+        return None
+    what = f"the disk of this run is full: {seen.free_bytes / 1e6:.1f} MB are free"
+    hint = "free some space there, or put the run on a larger disk, and start it again; it goes on where it was"
+    return _trim_logs(job, seen) or _tidy(job, history, seen) or _refuse(Outcome.REFUSED, f"{what}; {hint}", job, seen)
+
+
+def _is_full(free_bytes: int, history: History, seen: Observed) -> bool:
+    """Without any room; or an attempt died of it, and there still is none for one more checkpoint."""
+    found = history.attempts[-1].diagnosis if history.attempts else None
+    return free_bytes < FULL_BYTES or (found is not None and found.label == DISK_FULL and not has_room(seen))
 
 
 def _announce(job: Job, history: History, seen: Observed) -> Action | None:

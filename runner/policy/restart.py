@@ -37,7 +37,8 @@ _CERTAIN_LINE: Final = re.compile(
     r"\b(?:SyntaxError|IndentationError|TabError|ImportError|NameError)\b|"
     r": error: (?:unrecognized arguments|the following arguments are required|argument )|can't open file '"
 )
-_OF_THE_MACHINE: Final = frozenset({"container", "machine", "nccl", "setup", "shm"})  # categories
+DISK_FULL: Final = "disk_full"
+_OF_THE_MACHINE: Final = frozenset({"container", "disk", "machine", "nccl", "setup", "shm"})  # categories
 _OF_THE_USER: Final = frozenset({"user_code", "user_config"})  # categories
 _CHANCE: Final = frozenset({"network_storage", "signal", "unknown"})  # categories: they happen to a job
 _KILLED: Final = "sigkill_unknown"
@@ -103,14 +104,24 @@ def decide_restart(
 
 
 def count_failures(attempts: tuple[Attempt, ...], newest: Ref | None) -> int:
-    """How many of the last attempts failed without a checkpoint newer than the one they began with."""
+    """
+    How many of the last attempts failed without a checkpoint newer than the one they began with.
+
+    One that a full disk kept from its first step, and from any word, failed for no fault of the job's.
+    """
     count, after = 0, newest
     for attempt in reversed(attempts):
         if _is_newer(after, attempt.resume):
             break
-        count += attempt.ending is Ending.FAILED
+        count += attempt.ending is Ending.FAILED and not _had_no_disk(attempt)
         after = attempt.resume
     return count
+
+
+def _had_no_disk(attempt: Attempt) -> bool:
+    found = attempt.diagnosis
+    trained = attempt.step > (attempt.resume.step if attempt.resume else 0)
+    return found is not None and found.label == DISK_FULL and not found.primary_line and not trained
 
 
 def _is_newer(after: Ref | None, before: Ref | None) -> bool:

@@ -79,6 +79,7 @@ class ProgressReader:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
         self._beats: deque[tuple[int, int]] = deque()  # (beat, step) of the first attached rank
+        self._failed = self._committed = 0  # the saves that failed, and those committed when the last one did
 
     def read(self) -> Progress:
         """Return what the ranks last said. The step is the slowest rank's; the loss rank 0's."""
@@ -87,7 +88,7 @@ class ProgressReader:
             saving_step=page[Word.SAVING_STEP],
             num_committed=page[Word.NUM_COMMITTED],
             num_failed=page[Word.NUM_FAILED],
-            save_error=page.error(),
+            save_error=self._save_error(),
         )
         ranks = [rank for rank in range(page.num_ranks) if page.get(rank, Slot.PID)]
         if not ranks:
@@ -101,6 +102,13 @@ class ProgressReader:
             steps_per_s=self._rate(ranks[0]),
             phase=_phase(page, ranks[0]),
         )
+
+    def _save_error(self) -> str:
+        """Why the last save failed; a commit after it makes that history."""
+        failed, committed = self.page[Word.NUM_FAILED], self.page[Word.NUM_COMMITTED]
+        if failed != self._failed:
+            self._failed, self._committed = failed, committed
+        return "" if failed and committed > self._committed else self.page.error()
 
     def _rate(self, rank: int) -> float | None:
         beat, step = self.page.get(rank, Slot.BEAT_NS), self.page.get(rank, Slot.STEP)

@@ -762,3 +762,15 @@ def test_a_lease_that_is_in_the_way_is_told(lease, expected):
     status = {"job": "j", "lease": lease}
 
     assert expected == list(describe(status, alive=True, now=datetime.now(UTC)))[1:-2]
+
+
+def test_why_nothing_is_saved_is_told():
+    """
+    While the run lasts; of one that is over, `outcome` is told.
+    """
+    told = [
+        list(describe({"save_error": "no room", **more}, alive=True, now=datetime.now(UTC)))
+        for more in ({}, {"outcome": "gave_up"})
+    ]
+
+    assert [True, False] == ["  not saved: no room" in lines for lines in told]

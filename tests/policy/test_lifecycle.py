@@ -640,6 +640,34 @@ def test_a_disk_that_holds_only_two_keeps_one_and_goes_on_saving(tmp_path):
     assert isinstance(last, Wait)
 
 
+def test_nothing_is_launched_onto_a_full_disk():
+    """
+    The disk is named, with what to do, and with code 3; when there is room the same run goes on. What may go goes
+    first; after an attempt that died of it, room for one more checkpoint is asked for.
+    """
+    two = tuple(
+        Checkpoint(ref=Ref(1, s, 1, f"{s:08x}"), size_bytes=10**9, world_size=1, written_at=START) for s in (1, 2)
+    )
+    done = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START, result={})}
+    seen = Observed(now=START, boot_id="b", life="l", free_bytes=0, tasks=done)
+    history = History(accepted_at=START, opened_at=START)
+    died = Attempt(
+        number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START, ending=Ending.FAILED, ended_at=START
+    )
+    died = replace(died, step=2, diagnosis=replace(GPU_ECC, label="disk_full", category="disk"))
+
+    full = decide(HERE_ONLY, history, seen)
+    roomy = decide(HERE_ONLY, history, replace(seen, free_bytes=10**6))
+    crowded = decide(HERE_ONLY, history, replace(seen, local=two))
+    after = decide(HERE_ONLY, replace(history, attempts=(died,)), replace(seen, local=two[1:], free_bytes=10**6))
+
+    assert (3, "the disk of this run is full: 0.0 MB are free") == (full.code, full.reason.partition(";")[0])
+    assert "free some space there" in full.reason
+    assert isinstance(roomy, Launch)
+    assert isinstance(crowded, Prune)
+    assert (3, "the disk of this run is full: 1.0 MB are free") == (after.code, after.reason.partition(";")[0])
+
+
 def test_another_job_of_the_same_name_is_refused(tmp_path):
     """
     What the store has under this name belongs to a job with another command: nothing is trained or resumed.

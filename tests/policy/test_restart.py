@@ -42,6 +42,23 @@ def attempts(*rows):
 FAILED, LEFT = Ending.FAILED, Ending.INTERRUPTED
 
 
+def test_a_full_disk_takes_nothing_from_the_budget():
+    """
+    Nothing was trained and nothing could be said. A second time with room at the launch, the machine is given up.
+    """
+    full = diagnosis("disk_full", "resume", category="disk")
+    one, two = (replace(a, diagnosis=full) for a in attempts((None, FAILED), (None, FAILED)))
+    only = RestartPolicy(initial_delay="10s", max_restarts_without_progress=1)
+
+    again = decide_restart((one, two), None, only)
+
+    assert 0 == count_failures((one, two), None)
+    assert 1 == count_failures((replace(one, step=5),), None)
+    assert isinstance(decide_restart((one,), None, only), Retry)
+    assert isinstance(again, GiveUp)
+    assert Outcome.REFUSED is again.outcome
+
+
 @pytest.mark.parametrize(
     ("rows", "newest", "expected"),
     [

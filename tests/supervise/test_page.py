@@ -81,6 +81,22 @@ def test_progress_is_the_slowest_ranks(control):
     assert expected == told
 
 
+def test_a_commit_makes_the_failure_before_it_history(control):
+    """
+    What is wrong now is told, not what once was.
+    """
+    reader = page.ProgressReader(control)
+    control[Word.NUM_COMMITTED] = 3
+    control[Word.NUM_FAILED] = 1
+    control.set_error("disk full")
+    told = [reader.read().save_error, reader.read().save_error]
+    control[Word.NUM_COMMITTED] = 4
+    told.append(reader.read().save_error)
+    control[Word.NUM_FAILED] = 2
+
+    assert ["disk full", "disk full", "", "disk full"] == [*told, reader.read().save_error]
+
+
 def test_the_rate_comes_from_the_beats(control):
     """
     Steps per second are measured between beats, not between looks.

@@ -214,6 +214,22 @@ def test_without_a_real_error_the_best_of_the_rest_is_told(ranks, log, said):
     assert first_error(ranks(PEER, launcher_log=log), Exit(code=1)).summary.startswith(said)
 
 
+@pytest.mark.parametrize("code", [1, None])
+def test_a_full_disk_is_named_though_no_log_has_a_word_of_it(tmp_path, code):
+    """
+    What it has left is measured; with room, or with an error that a log does name, that is no cause.
+    """
+    full = first_error(tmp_path, Exit(code=code), free_bytes=4096)
+    roomy = first_error(tmp_path, Exit(code=code), free_bytes=10**9)
+    (tmp_path / "launcher.log").write_text("ValueError: bad batch\n")
+    named = first_error(tmp_path, Exit(code=code), free_bytes=4096)
+
+    assert ("disk_full", "disk", "high") == (full.label, full.category, full.confidence)
+    assert f"the disk of {tmp_path} is full: 4 kB are free, and no log could be written" == full.summary
+    assert "unknown" == roomy.label
+    assert "ValueError: bad batch" == named.primary_line
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fakes import FaultyDisk, Loss, _restore
 from vramfarm import folder, protocol
-from vramfarm.protocol import Env, Slot, Word
+from vramfarm.protocol import Ended, Env, Slot, Word
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -189,6 +189,45 @@ def test_a_disk_that_somebody_fills_keeps_both_checkpoints(small_disk, attempt):
 
     assert (True, 2) == (went_on, len(kept))
     assert [] == left_behind(training)
+
+
+def fill(place):
+    """To the last byte, as `dd` does."""
+    with (place / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_disk_that_is_full_before_the_first_save_is_told_and_the_saver_lives(small_disk, attempt):
+    """
+    Its log is on that disk, too: not even a word fits. The page has the reason, the ranks go on with the saver that
+    they began with, and as soon as there is room there is a checkpoint.
+    """
+    fill(small_disk)
+    training = attempt(**{Env.END_FILE: str(small_disk / "end.json")})
+    saver = training.saver()
+    until(lambda: "free some space there" in training.page.error(), PATIENCE_S)
+    failed, went_on = training.page[Word.NUM_FAILED], goes_on(training)
+    until(lambda: training.page[Word.NUM_FAILED] > failed, PATIENCE_S)
+    (small_disk / "filler").unlink()
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert (True, saver) == (went_on, training.saver())
+    assert [] == left_behind(training)
+
+
+def test_a_disk_that_stays_full_to_the_end_ends_training_with_the_reason(small_disk, attempt):
+    """
+    The last save is tried a few times, and then the ranks end with what was in its way: nobody waits for ever.
+    """
+    fill(small_disk)
+    training = attempt("--steps", "50", **{Env.END_FILE: str(small_disk / "end.json")})
+
+    codes = training.wait(PATIENCE_S)
+
+    assert Ended.FAILED == training.page[Word.ENDED]
+    assert 0 not in codes
+    assert "free some space there" in training.page.error()
 
 
 def stop_between_saves(attempt):

@@ -7,7 +7,7 @@ the root cause is only the first it noticed.
 
 `sources` finds the files, `lines` reads them within bounds, `table` and `signs` recognise single
 lines, `evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
-`hung` where the supervisor ended it, and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
+`hung` where the supervisor ended it, `full` where the disk kept all of them from a word, and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from pathlib import Path
 from runner.facts import Diagnosis, Exit
 from runner.supervise.triage.choose import choose, diagnose
 from runner.supervise.triage.evidence import gather
+from runner.supervise.triage.full import DISK_FULL, is_full, tell_full
 from runner.supervise.triage.hung import explain, read_hang
 from runner.supervise.triage.sources import attempt_folder, find_sources, read_kills, read_source
 from runner.supervise.triage.telling import tell
 
 
-def first_error(path: Path, ended: Exit | None = None) -> Diagnosis:
+def first_error(path: Path, ended: Exit | None = None, *, free_bytes: int | None = None) -> Diagnosis:
     """
     Return what went wrong first, from a log or a folder of logs; with `ended`, how the launcher ended.
 
+    `free_bytes`: what the disk of a run that has just ended has left; a full one keeps logs from saying so.
     Reads within bounds and never fails on what is in a log.
     """
     sources = find_sources(path)
@@ -38,5 +40,7 @@ def first_error(path: Path, ended: Exit | None = None) -> Diagnosis:
     seen.kills = read_kills(root)
     seen.launcher_code = ended.code if ended else None
     chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
+    if chosen.label == "unknown" and free_bytes is not None and is_full(free_bytes):
+        chosen, told = DISK_FULL, tell_full(path, free_bytes)
     files = [source.path for source in sources]
     return replace(diagnose(chosen), summary=told or tell(chosen, seen, files=files, folder=root, ended=ended))

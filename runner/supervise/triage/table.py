@@ -153,7 +153,7 @@ ROWS: Final = (
     _row("shm_leaked_segments", r"\bdev/shm\b.*(?:leaked|stale|left ?over|older than|previous)|(?:leaked|stale|left ?over).*/dev/shm", 3),
     _row("shm_too_small", r"posix_fallocate failed|creating shared memory segment|insufficient shared memory|out of shared memory|unable to (?:open|allocate|resize|write) (?:shared memory|.*torch_\d+)|shm.*No space left|No space left.*(?:shm|torch_\d+_)|killed by signal: Bus error|Error while attaching to shared memory", 3),
     _row("disk_quota", r"Disk quota exceeded|\[Errno 122\]|os error 122", 3),
-    _row("disk_full", r"No space left on device|\[Errno 28\]|os error 28|ENOSPC", 3),
+    _row("disk_full", r"No space left on device|one more checkpoint needs .* are free|\[Errno 28\]|os error 28|ENOSPC", 3),
     _row("disk_io_error", r"\[Errno 5\]|Input/output error|os error 5\)|\[Errno 30\] Read-only|Remote I/O error|\[Errno 121\]", 3),
     _row("too_many_open_files", r"Too many open files|\[Errno 24\]|received 0 items of ancdata|os error 24\)", 3),
     _row("triton_cache_shared_fs", r"\[Errno (?:116|26|39)\].*(?:triton|inductor|cache)|[Ss]tale (?:NFS )?file handle.*|(?:triton|inductor|torchinductor).*(?:Stale file handle|Text file busy|Directory not empty|is on (?:an? )?(?:NFS|network))", 3),

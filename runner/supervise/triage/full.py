@@ -1,0 +1,20 @@
+"""A disk that is full keeps its own cause out of the logs: what it has left is measured instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from runner.facts import FULL_BYTES, Decision
+from runner.supervise.triage.refine import Chosen
+
+DISK_FULL: Final = Chosen(label="disk_full", line=None, confidence="high", decision=Decision.RESUME)
+
+
+def is_full(free_bytes: int) -> bool:
+    return free_bytes < FULL_BYTES
+
+
+def tell_full(folder: Path, free_bytes: int) -> str:
+    """Return the line for a human. No log is named: it has no word of this."""
+    return f"the disk of {folder} is full: {free_bytes // 1000} kB are free, and no log could be written"
