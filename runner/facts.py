@@ -97,6 +97,7 @@ class Attempt:
     global_batch: int = 0  # samples a step, where job.yaml says it
     steps_per_s: float = 0.0  # at its end
     first_step_at: datetime | None = None  # None: none was seen by a runner
+    killed: str = ""  # why the runner killed it
     origin: str = ""  # the checkpoint of another run that `resume` is a copy of
 
 

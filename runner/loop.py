@@ -132,7 +132,10 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
         case Interrupt(reason=reason):
             journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
             world.interrupt()
-        case Kill(savers=savers, hung=hung):
+        case Kill(reason=reason, savers=savers, hung=hung):
+            attempt = journal.history.attempts[-1]
+            if action.is_the_end and not attempt.killed:  # the first reason is the one; it may take many turns
+                journal.append(events.killed(attempt.number, reason, seen.now))
             world.kill(savers=savers, hung=hung)
         case Conclude(outcome=outcome, reason=reason):
             journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))

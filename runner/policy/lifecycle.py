@@ -9,6 +9,7 @@ from runner.facts import (
     Attempt,
     Conclusion,
     Diagnosis,
+    Divergence,
     Earlier,
     Ending,
     Exit,
@@ -160,6 +161,12 @@ class Kill:
     reason: str
     savers: bool = False
     hung: bool = False  # it is to print its stacks, and triage is to know
+    left: bool = False  # of an attempt that has ended, these are left
+
+    @property
+    def is_the_end(self) -> bool:
+        """Whether training ends by this, and nothing that can be looked at again says why."""
+        return not (self.savers or self.hung or self.left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +276,7 @@ def _end_stragglers(seen: Observed) -> Action:
     """A launcher that was killed leaves its ranks alive; one that ended leaves workers that are just going."""
     since = seen.exit_seen_at or seen.now
     if seen.now >= since + STRAGGLER:
-        return Kill("the launcher ended, these did not")
+        return Kill("the launcher ended, these did not", left=True)
     return Wait(since + STRAGGLER)
 
 
@@ -297,10 +304,10 @@ def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:
     if attempt.number not in dict(history.distrusted):
         if found is None or found.num_steps < job.guard.nan_patience:
             return None
-        since = f"the loss is {found.loss:.6g} since step {found.since_step}, for {found.num_steps} steps"
-        return Distrust(attempt.number, first_distrusted(attempt, found), since)
+        return Distrust(attempt.number, first_distrusted(attempt, found), _describe(found))
     if history.conclusion is not None:
-        return Kill("what it learns now is of no use")
+        since = f"{_describe(found)}: " if found else ""
+        return Kill(f"guard.nan_patience: {since}what it learns now is of no use")
     good = newest_good(seen.local, history, None)
     go_on = f"go on from {good.name}" if good else "no checkpoint from before is here; start over"
     cause = f"the loss went wrong (guard.nan_patience: {job.guard.nan_patience})"
@@ -308,6 +315,10 @@ def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:
         Outcome.GAVE_UP,
         f"{cause}: {go_on}, with a lower learning rate or without the data of that step, and --go-on",
     )
+
+
+def _describe(found: Divergence) -> str:
+    return f"the loss is {found.loss:.6g} since step {found.since_step}, for {found.num_steps} steps"
 
 
 def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
@@ -570,6 +581,8 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     else:
         ending = Ending.FAILED
     step = max(seen.progress.step, seen.end.step if seen.end else 0, attempt.step)
+    if attempt.killed and ending is not Ending.SUCCEEDED and (exit_.code is None or exit_.code < 0):
+        return RecordExit(ending, exit_, step, f"the runner killed it: {attempt.killed}", None)
     diagnosis = None if ending is Ending.SUCCEEDED else seen.diagnosis
     return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)
 

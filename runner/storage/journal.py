@@ -66,6 +66,10 @@ def stepped(number: int, at: datetime) -> Event:
     return {"event": "stepped", "number": number, "at": at.isoformat()}
 
 
+def killed(number: int, reason: str, at: datetime) -> Event:
+    return {"event": "killed", "number": number, "reason": reason, "at": at.isoformat()}
+
+
 def distrusted(number: int, step: int, reason: str) -> Event:
     return {"event": "distrusted", "number": number, "step": step, "reason": reason}
 
@@ -149,6 +153,9 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR
         case {"event": "stepped", "at": at}:
             *before, last = history.attempts
             return replace(history, attempts=(*before, replace(last, first_step_at=datetime.fromisoformat(at))))
+        case {"event": "killed", "reason": reason}:
+            *before, last = history.attempts
+            return replace(history, attempts=(*before, replace(last, killed=reason)))
         case {"event": "distrusted", "number": number, "step": step}:
             return replace(history, distrusted=(*history.distrusted, (number, step)))
         case {"event": "interrupted", "number": number}:

@@ -996,6 +996,28 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_good_checkpoint(tmp_path
     assert 200 == max(ref.step for ref in elsewhere.store if not is_distrusted(ref, history_of(tmp_path / "job")))
 
 
+@pytest.mark.parametrize(
+    ("job", "trouble", "expected"),
+    [
+        (GUARDED, {"nan_from": {1: 400}}, "the runner killed it: guard.nan_patience: the loss is nan since step 400"),
+        (JOB, {"stop_at": at(4), "deaf": True}, "the runner killed it: asked to stop: it "),
+    ],
+    ids=["guard", "stop"],
+)
+def test_an_attempt_that_the_runner_killed_says_why(tmp_path, job, trouble, expected):
+    """
+    And not that its launcher was killed by SIGKILL: nobody else did it.
+    """
+    by_signal = replace(GPU_ECC, summary="the launcher was killed by SIGKILL; see launcher.log")
+    elsewhere = Elsewhere(diagnoses={1: by_signal}, **trouble)
+
+    boot(job, tmp_path / "job", elsewhere, last_step=2000)
+
+    (attempt,) = history_of(tmp_path / "job").attempts
+    assert expected == attempt.reason[: len(expected)]
+    assert attempt.diagnosis is None
+
+
 def test_going_on_after_that_begins_at_the_good_checkpoint(tmp_path):
     """
     In a new line of descent, so that what is spoilt is never the newest again, wherever it lies.
