@@ -70,16 +70,27 @@ def _above(view: View, width: int) -> Iterator[str]:
     head = f"{status.get('job', '?')}  {_phase(view)}  attempt {status.get('attempt', 0)}"
     clock = f"{view.now.astimezone():%H:%M:%S}"
     yield head.ljust(width - len(clock) - 1)[: width - len(clock) - 1] + " " + clock
-    yield _progress(status)
-    if times := _times(view):
-        yield times
-    yield from _checkpoints(view)
+    yield from _wrap(_progress(status, min(_BAR, width // 4)), width)
+    yield from _wrap(_times(view), width)
+    yield from _checkpoints(view, width)
     for task in status.get("tasks") or ():
         note = f" ({task['note']})" if task.get("note") else ""
         yield f"{task.get('kind')}  {task.get('subject')}  {task.get('progress', 0):.0%}{note}"
     yield from _cards(view.cards, width)
     if message := status.get("message"):
         yield f"last  {message}"
+
+
+def _wrap(parts: Sequence[str], width: int) -> Iterator[str]:
+    """Beside each other as far as they fit, and then below: nothing that matters is cut off."""
+    line = ""
+    for part in parts:
+        if line and len(line) + len(part) + 2 > width:
+            yield line
+            line = ""
+        line = f"{line}  {part}" if line else part
+    if line:
+        yield line
 
 
 def _phase(view: View) -> str:
@@ -90,22 +101,22 @@ def _phase(view: View) -> str:
     return str(view.status.get("phase", "?"))
 
 
-def _progress(status: Mapping[str, Any]) -> str:
+def _progress(status: Mapping[str, Any], bar: int) -> list[str]:
     step, total = int(status.get("step") or 0), int(status.get("max_steps") or 0)
     if total:
         done = min(step / total, 1.0)
-        parts = [f"[{'#' * int(done * _BAR):<{_BAR}}] {done:.1%}", f"step {step:,}/{total:,}"]
+        parts = [f"[{'#' * int(done * bar):<{bar}}] {done:.1%}", f"step {step:,}/{total:,}"]
     else:
         parts = [f"step {step:,}"]
     if (loss := status.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")
     if rate := status.get("steps_per_s"):
         parts.append(f"{rate:.2f} steps/s" if rate >= 0.1 else f"{1 / rate:.1f} s/step")  # noqa: PLR2004
-    return "  ".join(parts)
+    return parts
 
 
-def _times(view: View) -> str:
-    status, parts = view.status, []
+def _times(view: View) -> list[str]:
+    status, parts = view.status, list[str]()
     over = bool(status.get("outcome"))
     if (left := status.get("eta_s")) is not None and not over:
         parts.append(f"about {span(left)} left")
@@ -118,17 +129,19 @@ def _times(view: View) -> str:
     if updated := _moment(status.get("updated_at")):
         age = (view.now - updated).total_seconds()
         parts += [f"as of {span(age)} ago"] if age > 10 else []  # noqa: PLR2004  # the runner writes it every 2 s
-    return "  ".join(parts)
+    return parts
 
 
-def _checkpoints(view: View) -> Iterator[str]:
+def _checkpoints(view: View, width: int) -> Iterator[str]:
     checkpoints = list(view.status.get("checkpoints") or ())
     if not checkpoints:
         yield "checkpoint  none yet"
     for checkpoint in reversed(checkpoints[-2:]):
         written = _moment(checkpoint.get("written_at"))
         age = f", {span((view.now - written).total_seconds())} ago" if written else ""
-        yield f"checkpoint  step {checkpoint.get('step', 0):,}{age}, {_where(checkpoint, view.status)}"
+        parts = f"checkpoint  step {checkpoint.get('step', 0):,}{age}", _where(checkpoint, view.status)
+        line = ", ".join(parts)
+        yield from (line,) if len(line) <= width else (f"{parts[0]},", f"  {parts[1]}")
 
 
 def _where(checkpoint: Mapping[str, Any], status: Mapping[str, Any]) -> str:

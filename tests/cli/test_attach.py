@@ -95,6 +95,21 @@ def test_a_screen_never_has_more_than_fits(width: int, height: int):
     assert all(line == clip(line, width) for line in lines)
 
 
+@pytest.mark.parametrize("store", ["s3://bucket/runs/llama-8b-sft", ""])
+def test_forty_columns_have_all_that_matters(store: str):
+    """
+    A telephone's terminal: how far, the loss, the rate, and where the newest checkpoint is.
+    """
+    status = STATUS | {"step": 1_234_567, "max_steps": 10_000_000, "store": store, "loss": 12.34567}
+
+    lines = screen(_view(status=status), width=40, height=30)
+
+    where = "here, not in the store yet" if store else "only on this disk"
+    for expected in ("1,234,567/10,000,000", "loss 12.3457", "0.95 steps/s", "step 1,200", "3m", where):
+        assert any(expected in line for line in lines), (expected, lines)
+    assert all(len(line) <= 40 for line in lines)
+
+
 def test_a_rank_can_be_looked_at_alone():
     """
     And the rule says which.
