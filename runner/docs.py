@@ -33,7 +33,8 @@ each with its line; `vramfarm-runner validate job.yaml` does that and starts not
 - **duration**: `90s`, `30m`, `1h30m`, `2d`. **size**: `64MiB`, `10GB`, or bytes. **money**: `300`, `12.50`.
 - YAML 1.2: `8e9` is a number; `no` and `1:30` are text. Values of `env` may be numbers; they become text.
 - `{workspace}`, `{name}`, `{date}` and `{config_dir}` (the folder of job.yaml) are filled in, in every folder and
-  address, in `command`, `setup` and `env`. `{workspace}` is `$VRAMFARM_WORKSPACE`, else `/workspace`; `{date}` is
+  address, in `command`, `setup` and `env`. `{workspace}` is `$VRAMFARM_WORKSPACE`, else `/workspace` where
+  it is there and may be written, else the current folder; `{date}` is
   `$RUNNER_DATE`, else today's date (UTC), or yesterday's while yesterday's run is here and not over.
 - Editors check it by [job.schema.json](job.schema.json): `# yaml-language-server: $schema=…/docs/job.schema.json`.
 """
