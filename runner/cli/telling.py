@@ -196,11 +196,7 @@ class Teller:
             "last_save_s": self._save_s,
             "last_upload_s": seen.last_upload_s or None,
         }
-        text = json.dumps(picture, indent=1)
-        fresh = self._folder.status.with_name(".status.json")
-        with suppress(OSError):  # a full disk must not end a run for want of a picture of it
-            fresh.write_text(text)
-            fresh.replace(self._folder.status)
+        _replace(self._folder.status, json.dumps(picture, indent=1).encode())
 
     def _measure(self, seen: Observed, history: History) -> None:
         """For the curves of the report: a line every ten seconds in which a step was made, some megabytes at most."""
@@ -237,3 +233,18 @@ def _remembered_save_s(path: Path) -> float | None:
     with suppress(OSError, ValueError, AttributeError, TypeError):
         return float(json.loads(path.read_bytes()).get("last_save_s"))
     return None
+
+
+def _replace(path: Path, raw: bytes) -> None:
+    """A full disk must not end a run for want of a picture of it; the blocks of the last picture hold this one then."""
+    fresh = path.with_name(f".{path.name}")
+    try:
+        fresh.write_bytes(raw)
+        fresh.replace(path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+            old = path.stat()
+            if len(raw) <= max(old.st_size, old.st_blocks * 512):
+                with path.open("r+b", buffering=0) as file:
+                    file.write(raw.ljust(old.st_size))
