@@ -261,3 +261,39 @@ def test_an_attempt_that_vanished_is_not_called_running(tmp_path):
     assert "  attempt 1  was lost with its machine at step 600, from step 0" == told[0].partition(":")[0]
     assert "  attempt 3  runs at step 2000, from step 1300" == told[1].partition(":")[0]
     assert "at step 2000" in "\n".join(text(gather_folder(folder)))
+
+
+def test_a_label_of_an_axis_lies_on_nothing_and_is_not_cut():
+    """
+    It has a line of its own below the numbers, with room for its tails.
+    """
+    plot = line_plot("Loss", "step", [Curve("a", ((0.0, 2.0), (300.0, 1.0)))])
+
+    below = {float(y): text for y, text in re.findall(r'y="([0-9.]+)" class="tick" text-anchor="\w+">([^<]*)<', plot)}
+    label, number = (max(y for y, text in below.items() if (text == "step") is is_label) for is_label in (True, False))
+    assert label - number >= 11
+    assert label + 4 <= float(re.search(r'viewBox="0 0 \d+ (\d+)"', plot)[1])
+
+
+def test_a_rate_that_hardly_moves_does_not_look_as_if_it_collapsed(tmp_path):
+    """
+    Its axis begins at 0; and a run of some minutes has an axis in minutes.
+    """
+    at_ = [datetime(2026, 1, 1, 3, minute, tzinfo=UTC).isoformat() for minute in range(10)]
+    lines = [{"at": a, "attempt": 1, "step": n, "loss": 1.0, "steps_per_s": 9.4 + n / 300} for n, a in enumerate(at_)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    plot = page(gather_folder(tmp_path)).partition("<h2>Steps a second</h2>")[2].partition("</svg>")[0]
+
+    assert ">0</text>" in plot
+    assert (">minutes</text>" in plot, ">hours</text>" in plot) == (True, False)
+
+
+def test_heads_of_tables_are_not_broken_on_a_telephone(tmp_path):
+    """
+    Cells wrap anywhere, for long names; the word `attempt` is whole.
+    """
+    style = page(gather_folder(tmp_path)).partition("<style>")[2].partition("</style>")[0]
+
+    rules = re.findall(r"([^{}]*)\{([^{}]*)\}", style)
+    assert any("white-space: nowrap" in body for names, body in rules if names.strip() == "th")

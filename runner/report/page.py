@@ -13,12 +13,14 @@ from runner.report.plots import COLOURS, Curve, line_plot, timeline
 from runner.report.text import clock, describe_attempt, describe_money, headline, last_step
 from runner.words import describe_goodput, span
 
+_LONG_S: Final = 2 * 3600.0  # from there on an axis is in hours
 _STYLE: Final = """
 :root { color-scheme: light dark; --fg: #1c2430; --dim: #64707f; --line: #e3e7ec; --card: #f7f8fa; --bg: #fff; }
 @media (prefers-color-scheme: dark) {
   :root { --fg: #e4e8ee; --dim: #93a0b0; --line: #2c3440; --card: #1a2029; --bg: #12161c; } }
 body { margin: 2rem auto; max-width: 900px; padding: 0 1rem; background: var(--bg); color: var(--fg);
-  font: 15px/1.5 system-ui, sans-serif; }
+  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+@media (max-width: 500px) { body { margin: 1rem auto; } }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 code, td.n { font-family: ui-monospace, monospace; font-size: .88em; }
 .dim, .tick, .label { color: var(--dim); fill: var(--dim); } .tick, .label { font-size: 11px; }
@@ -28,7 +30,8 @@ code, td.n { font-family: ui-monospace, monospace; font-size: .88em; }
 svg { width: 100%; height: auto; } .grid { stroke: var(--line); stroke-width: 1; }
 .rented { fill: var(--line); } .starting { fill: #94a3b8; } .kept { fill: #16a34a; } .vain { fill: #dc2626; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .3rem .6rem .3rem 0;
-  border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; } th { color: var(--dim); font-weight: 500; }
+  border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; } th { color: var(--dim); font-weight: 500;
+  overflow-wrap: normal; white-space: nowrap; }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; vertical-align: -.05em; }
 .bad { color: #dc2626; } .good { color: #16a34a; }
 """
@@ -95,13 +98,16 @@ def _timeline(report: Report) -> Iterator[str]:
 def _plots(report: Report) -> Iterator[str]:
     begin = report.samples[0].at if report.samples else None
     loss = [(sample, (float(sample.step), sample.loss)) for sample in report.samples if sample.loss is not None]
+    long_s = max(((sample.at - begin).total_seconds() for sample in report.samples if begin), default=0.0)
+    unit, unit_s = ("hours", 3600) if long_s >= _LONG_S else ("minutes", 60)
     rate = [
-        (sample, ((sample.at - begin).total_seconds() / 3600, sample.steps_per_s))
+        (sample, ((sample.at - begin).total_seconds() / unit_s, sample.steps_per_s))
         for sample in report.samples
         if begin and sample.steps_per_s
     ]
-    for title, x_label, points in (("Loss", "step", loss), ("Steps a second", "hours", rate)):
-        if plot := line_plot(title, x_label, _curves(points)):
+    # a rate is looked at for how much of it is lost, so its axis begins at nothing
+    for title, x_label, points, bottom in (("Loss", "step", loss, None), ("Steps a second", unit, rate, 0.0)):
+        if plot := line_plot(title, x_label, _curves(points), bottom=bottom):
             yield f"<h2>{title}</h2>{_legend(points)}{plot}"
 
 
