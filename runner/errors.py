@@ -21,7 +21,7 @@ class RunnerError(Exception):
 
 class JobError(RunnerError):
     exit_code = 2
-    meaning = "job.yaml or the command line is wrong; nothing was started"
+    meaning = "job.yaml, the code or the command line is wrong; no attempt was begun"
 
 
 class MachineError(RunnerError):

@@ -63,6 +63,8 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
         seen = world.observe(history)
         history = _remember_first_step(history, seen, journal)
         action = decide_and_tell(job, history, seen)
+        if isinstance(action, Launch):
+            world.check_launch()  # before anybody is told of a launch that cannot be
         tell(action, seen, history)
         match action:
             case Leave():
@@ -111,7 +113,6 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
         case TrimLogs(max_bytes=max_bytes):
             world.trim_logs(max_bytes)
         case Launch():
-            world.check_launch()
             attempt = _attempt(action, seen, world)
             journal.append(events.launched(attempt))
             world.launch(attempt)

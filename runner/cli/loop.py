@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -25,8 +25,9 @@ from typing import IO, Any, Final
 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import SECRETS, find_server, with_secrets
-from runner.cli.load import LoadedJob, load_accepted, load_job, place_of
+from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
+from runner.cli.refusal import record_refusal
 from runner.cli.rental import prove, rented
 from runner.cli.telling import Teller, say
 from runner.cli.workspace import workspace_of
@@ -42,6 +43,7 @@ from runner.policy.lifecycle import End
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
+from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
 from runner.storage.journal import Journal
 from runner.words import Surroundings
@@ -68,18 +70,28 @@ def run(args: argparse.Namespace) -> int:
     wire, accepted = os.environ.pop(LIFELINE_VARIABLE, None), os.environ.pop(ACCEPTED_VARIABLE, "")
     lifeline = Lifeline(int(wire) if wire else None)
     env = with_secrets(os.environ)
-    server, job = find_server(env), None
+    server, loaded = find_server(env), None
     try:
         loaded = _load(args, env, accepted)
-        job = loaded.job
-        server = rented(job, env)
+        server = rented(loaded.job, env)
         lifeline.server(server)
         end = _run(args, loaded, env, server, lifeline, is_restart=bool(accepted))
     except RunnerError as error:
         _early_end(error, server, lifeline)
-        _tell_early_end(error, job, server, env)
+        loaded = loaded or _parsed(args, env)
+        if loaded:
+            reason = f"{str(error).splitlines()[0]}{f'; {error.hint}' if error.hint else ''}"
+            record_refusal(loaded, env, code=error.exit_code, reason=reason, server=server.id if server else "")
+        _tell_early_end(error, loaded.job if loaded else None, server, env)
         raise
     return end.code
+
+
+def _parsed(args: argparse.Namespace, env: Mapping[str, str]) -> LoadedJob | None:
+    """A job that was refused, if it can be read at all: it names the store, and who is to be told."""
+    with suppress(RunnerError):
+        return None if args.config == STDIN else load_job(args.config, env)
+    return None
 
 
 def _load(args: argparse.Namespace, env: Mapping[str, str], accepted: str) -> LoadedJob:
@@ -146,7 +158,7 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
     with _on_this_disk(folder.root), _locked(folder):
         journal = Journal(folder.journal, Disk())
         if loaded.identity is None:
-            _accept(loaded, folder, accept_change=args.accept_change)
+            _accept(loaded, folder, accept_change=args.accept_change or not _has_trained(job, journal))
         _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
         setting = replace(find_out(loaded, env, server, accept_change=args.accept_change), stop_doubt=doubt)
         if is_restart and setting.missing:
@@ -167,6 +179,8 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
             teller.close(journal.history, end)
         finally:
             world.close()
+    if journal.history.conclusion is None:
+        record_refusal(loaded, env, code=end.code, reason=end.reason, server=server.id if server else "")
     hold = None if job.finish.hold == "auto" else job.finish.hold.total_seconds()
     keep = job.finish.save_folder if end.keep else None
     stop = end.stop and server is not None
@@ -222,6 +236,11 @@ def _try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _has_trained(job: Job, journal: Journal) -> bool:
+    """Where nothing was, a corrected command is no other job: there are no weights that it could take for its own."""
+    return bool(journal.history.attempts or CheckpointDir(Path(job.checkpoint.dir), Disk()).committed())
 
 
 def _accept(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool) -> None:

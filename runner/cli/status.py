@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.cli.output import out, out_json
+from runner.cli.refusal import REFUSAL, newest_word
 from runner.cli.runs import STATUS, find_in_store, find_run, is_alive
 from runner.cli.stores import read_small
-from runner.errors import JobError
+from runner.errors import JobError, StoreError
 from runner.facts import LeaseState, Verdict
 from runner.supervise.process import find
 from runner.words import span
@@ -48,9 +49,27 @@ def run(args: argparse.Namespace) -> int:
 def read_status(which: str | None) -> tuple[Status, bool | None]:
     """The status and whether its runner lives; None where that cannot be seen from here."""
     if address := find_in_store(which, os.environ):
-        return _parse(f"{address}/{STATUS}", read_small(address, STATUS)), None
+        return _look_into_store(address), None
     run_dir = find_run(which, os.environ)
-    return _parse(str(run_dir / STATUS), _read(run_dir)), is_alive(run_dir)
+    refusal = run_dir / REFUSAL
+    if not refusal.is_file():
+        return _parse(str(run_dir / STATUS), _read(run_dir)), is_alive(run_dir)
+    told = _parse(str(refusal), refusal.read_bytes())
+    status = _parse(str(run_dir / STATUS), _read(run_dir)) if (run_dir / STATUS).is_file() else {"job": run_dir.name}
+    return newest_word(status, told), is_alive(run_dir)
+
+
+def _look_into_store(address: str) -> Status:
+    """A run whose only start was refused has no status yet."""
+    try:
+        refusal = _parse(f"{address}/{REFUSAL}", read_small(address, REFUSAL))
+    except StoreError:
+        return _parse(f"{address}/{STATUS}", read_small(address, STATUS))
+    try:
+        status = _parse(f"{address}/{STATUS}", read_small(address, STATUS))
+    except StoreError:
+        status = {"job": address.rpartition("/")[2]}
+    return newest_word(status, refusal)
 
 
 def count_left(run_dir: Path) -> int:
@@ -81,6 +100,9 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
     yield "  ".join(filter(None, (str(status.get("job", "?")), phase, _progress(status))))
     if message := status.get("message"):
         yield f"  {message}"
+    if (refusal := status.get("refusal")) and not alive:
+        where = f" on {refusal['server']}" if refusal.get("server") else ""
+        yield f"  the last start{where} ended with exit code {refusal.get('exit_code')}: {refusal.get('reason')}"
     yield from _verdict(status.get("verdict"))
     yield from _lease(status.get("lease"))
     yield from _trouble(status)
@@ -126,6 +148,8 @@ def _trouble(status: Status) -> Iterator[str]:
 
 
 def _phase(status: Status, *, alive: bool | None, left: int) -> str:
+    if status.get("refusal") and not alive and not left:
+        return "refused"
     if outcome := status.get("outcome"):
         return f"{outcome} (exit code {status.get('exit_code')})"
     if left:
@@ -184,6 +208,8 @@ def _freshness(status: Status, *, alive: bool | None, now: datetime, left: int) 
     if left and not status.get("outcome"):
         who = "1 process lives on without it" if left == 1 else f"{left} processes live on without it"
         return f"{seen}; the runner is not alive, {who}: start it again with the same job.yaml and it goes on with them"
+    if status.get("refusal") and not alive:
+        return f"{seen}; mend that, then start it again"
     if alive is False and not status.get("outcome"):
         return f"{seen}; the runner is not alive: start it again with the same job.yaml and it goes on"
     return seen

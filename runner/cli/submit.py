@@ -32,10 +32,13 @@ from runner.cli.dates import DATE_VARIABLE
 from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
+from runner.cli.refusal import REFUSAL, digest
+from runner.cli.script import check_script
 from runner.cli.stores import open_run
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Offer, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
+from runner.policy import ledger
 from runner.policy.lifecycle import EXIT_CODES
 from runner.policy.limits import deadline
 from runner.policy.night import (
@@ -44,6 +47,8 @@ from runner.policy.night import (
     Night,
     NoMore,
     Over,
+    Refusal,
+    Refused,
     Rent,
     Watch,
     choose,
@@ -62,6 +67,7 @@ _STORE_SECRETS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESS
 _LOOK_S: Final = 5.0
 _SELDOM_S: Final = 30.0
 _PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer
+_LOOK_THEN_GO_ON: Final = "look (vramfarm-runner logs and status STORE/NAME), then --go-on; or wait for the next night"
 _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes after ours
 
 
@@ -89,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
     loaded = load_job(args.config, env)
     _check(loaded, env)
+    check_script(loaded)
     with _alone(loaded.job.name) as record:
         return _Submission(loaded, env, record, args).run()
 
@@ -144,6 +151,12 @@ class Record:
     def refused(self) -> frozenset[str]:
         return frozenset(server for server, fields in self.servers.items() if "refused" in fields)
 
+    def trained(self) -> frozenset[str]:
+        return frozenset(server for server, fields in self.servers.items() if "trained" in fields)
+
+    def rented_at(self) -> dict[str, datetime]:
+        return {server: _moment(f["rented_at"]) for server, f in self.servers.items() if "rented_at" in f}
+
     def bad_machines(self) -> frozenset[str]:
         return frozenset(fields["machine"] for fields in self.servers.values() if "refused" in fields)
 
@@ -183,7 +196,8 @@ class _Submission:
         self._run = open_run(f"{self._job.offload.to}/{self._job.name}")
         self._send = make_send(10.0)
         self._label = label_of(self._job.name)
-        self._rented_now = 0
+        self._rented_now: set[str] = set()
+        self._digest = ""
         self._told = ""
         self._is_accepted: str = ""
         self._trouble_since: float | None = None
@@ -203,10 +217,12 @@ class _Submission:
         match step:
             case Over(outcome=outcome, reason=reason):
                 return self._close(f"the run is over: {outcome}: {reason}", EXIT_CODES[outcome], outcome=outcome)
+            case Refused(code=code, reason=reason):
+                error = JobError if code == JobError.exit_code else StoreError
+                hint = "mend it and submit again: with another job.yaml or other code it rents again, as with --go-on"
+                raise error(f"{self._job.name}: nothing is rented, the last server was in vain: {reason}", hint=hint)
             case NoMore(reason=reason):
-                raise MachineError(
-                    f"{self._job.name}: {reason}", hint="vramfarm-runner status STORE/NAME says what was wrong"
-                )
+                raise MachineError(f"{self._job.name}: {reason}{self._why_refused()}", hint=_LOOK_THEN_GO_ON)
             case Accepted(rental=rental):
                 return self._follow(rental)
             case Watch(rental=rental):
@@ -221,10 +237,11 @@ class _Submission:
     def _follow(self, rental: RentedServer) -> int | None:
         """It trains. Without --wait that is all; with it, until the store or the provider says otherwise."""
         self._is_accepted = rental.id
+        if "trained" not in self._record.servers.get(rental.id, {}):
+            self._record.remember(rental.id, machine=rental.machine, trained="yes")
         if not self._args.wait:
             return self._close(f"{rental.id} trains, {rental.price_per_hour} EUR/h", 0, server=rental.id)
         self._say(f"{rental.id} trains, {rental.price_per_hour} EUR/h; waiting for its end")
-        self._rented_now = 0  # whoever trained once is no machine that was no good
         time.sleep(max(self._args.look_every, min(_SELDOM_S, 6 * self._args.look_every)))
         return None
 
@@ -248,9 +265,9 @@ class _Submission:
     def _look(self) -> Night | None:
         """None: the provider or the store did not answer; asked again, for ten minutes."""
         rentals = vramfarm.list_rentals(self._label, self._env, self._send)
-        status = self._read("status.json")
-        outcome = self._read("outcome.json")
-        if isinstance(rentals, vramfarm.Trouble) or status is None or outcome is None:
+        files = [self._read(name) for name in ("status.json", "outcome.json", REFUSAL, "ledger.json")]
+        status, outcome, refusal, told = (fields or {} for fields in files)
+        if isinstance(rentals, vramfarm.Trouble) or None in files:
             detail = rentals.detail if isinstance(rentals, vramfarm.Trouble) else "the store does not answer"
             self._bear(detail)
             return None
@@ -269,7 +286,29 @@ class _Submission:
             verdict_reason="; ".join(map(str, verdict.get("reasons") or ())),
             has_begun=bool(status.get("attempt")) and status.get("phase") in {"STARTING", "RUNNING"},
             silent_for=silent,
+            refusal=self._parse_refusal(refusal),
+            rented_at={**self._record.rented_at(), **{rental.id: _moment(rental.created_at) for rental in rentals}},
+            trained={*self._record.trained(), *(one.server for one in ledger.parse(told) if one.attempts)},
+            now=datetime.now(UTC),
         )
+
+    def _parse_refusal(self, told: Mapping[str, Any]) -> Refusal | None:
+        if not told:
+            return None
+        if not self._digest:
+            self._digest = digest(self._text())
+        return Refusal(
+            server=str(told.get("server")),
+            code=JobError.exit_code if told.get("exit_code") == JobError.exit_code else StoreError.exit_code,
+            reason=str(told.get("reason")),
+            is_same=told.get("job") == self._digest,
+            age=datetime.now(UTC) - _moment(str(told.get("at"))),
+        )
+
+    def _why_refused(self) -> str:
+        """Why the servers were given back that were."""
+        reasons = {fields["refused"] for fields in self._record.servers.values() if "refused" in fields}
+        return f": {'; '.join(sorted(reasons))}" if reasons else ""
 
     def _bear(self, detail: str) -> None:
         self._say(f"no answer, asking again: {detail}")
@@ -318,8 +357,9 @@ class _Submission:
         if isinstance(rental, vramfarm.Trouble):
             self._cope(rental)
             return
-        self._rented_now += 1
-        self._record.remember(rental.id, machine=rental.machine, deadline_at=(ends_at + _MARGIN).isoformat())
+        self._rented_now.add(rental.id)
+        dates = {"deadline_at": (ends_at + _MARGIN).isoformat(), "rented_at": datetime.now(UTC).isoformat()}
+        self._record.remember(rental.id, machine=rental.machine, **dates)
         self._say(f"rented {rental.id}: {chosen[0].cards} x {chosen[0].name}, {rental.price_per_hour} EUR/h")
 
     def _cope(self, trouble: vramfarm.Trouble) -> None:
@@ -338,8 +378,7 @@ class _Submission:
             )
 
     def _body(self, offer: Offer, ends_at: datetime, days: int) -> dict[str, Any]:
-        job = self._handed_over()
-        text = json.dumps(job.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+        job, text = self._job, self._text()
         hold = {} if job.finish.hold != "auto" else {"RUNNER_HOLD_S": "0"}  # nobody looks in; the store has the logs
         date = {DATE_VARIABLE: self._loaded.date} if "{date}" in self._loaded.written.name else {}
         given = {name: self._env[name] for name in _PASSED_ON if self._env.get(name)}
@@ -359,6 +398,9 @@ class _Submission:
             "deadline_save": {"path": WORKSPACE},
         }
 
+    def _text(self) -> str:
+        return json.dumps(self._handed_over().model_dump(mode="json", by_alias=True, exclude_defaults=True))
+
     def _handed_over(self) -> Job:
         """The job as written, so that its folders are the server's; local code goes to the store, by its content."""
         written, here = self._loaded.written, self._job.source
@@ -374,6 +416,14 @@ class _Submission:
 def label_of(name: str) -> str:
     """By it a run's servers are found again at the provider."""
     return f"run:{name}"[:64]
+
+
+def _moment(text: str) -> datetime:
+    """Now, where it is none: then it is not taken for long ago."""
+    with suppress(ValueError):
+        moment = datetime.fromisoformat(text)
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return datetime.now(UTC)
 
 
 def _age(moment: str) -> timedelta:

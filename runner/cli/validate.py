@@ -17,6 +17,7 @@ from runner.adapters.launchers import Launch, check_command, split_command
 from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
+from runner.cli.script import check_script
 from runner.errors import JobError
 from runner.job import (
     ArchiveSource,
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     except JobError as error:  # nobody is told to do what was just done
         raise JobError(str(error), hint=error.hint.removeprefix(CHECK_IT)) from None
     check_framework(loaded.job, partial(place_of, loaded))
+    check_script(loaded)
     warnings = [
         *planned(loaded.job),
         *_what_is_missing(loaded),

@@ -681,7 +681,7 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
         return None
     if seen.offsite is None:
         return _wait_for_lease(job, seen) or _wait_for_store(job, seen)
-    if seen.other_job and not history.attempts:
+    if seen.other_job and not history.attempts and _has_trained(seen):
         hint = "give the job another name, or pass --accept-change to go on with the change"
         return _refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
     if seen.ledger is not None and seen.machine != history.machine:
@@ -691,6 +691,13 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
         return Conclude(elsewhere.outcome, f"{elsewhere.reason} (on an earlier machine)")
     return None
+
+
+def _has_trained(seen: Observed) -> bool:
+    """Whether the store has anything that another command could be mistaken for."""
+    elsewhere = seen.concluded_elsewhere
+    over = elsewhere is not None and elsewhere.outcome in _OVER_EVERYWHERE
+    return over or bool(seen.offsite) or any(machine.attempts for machine in seen.ledger or ())
 
 
 # A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.

@@ -5,9 +5,9 @@ provider say. Asked again and again; a line that is repeated rents nothing twice
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Final
 
@@ -18,8 +18,22 @@ from runner.policy.fleet import holders
 from runner.policy.planning import GB, disk_bytes, workload
 
 SILENCE: Final = timedelta(minutes=12)  # a machine that says nothing so long is given back within its paid minutes
+ONE_NIGHT: Final = timedelta(hours=12)  # servers that never trained count for so long, whichever cron line rented them
+STORE_REST: Final = timedelta(hours=1)  # a store that was away is given this before a machine is paid for again
 _LEAST_DISK_GB: Final = 100
+_WRONG_JOB: Final = 2
 _OVER: Final = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED, Outcome.GAVE_UP, Outcome.LIMIT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """How a server's start ended when the job or the store was at fault. `is_same`: of the job as it is now."""
+
+    server: str
+    code: int
+    reason: str
+    is_same: bool
+    age: timedelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,10 @@ class Night:
     verdict_reason: str = ""
     has_begun: bool = False
     silent_for: timedelta = timedelta()  # since the live server was rented, while it has not told anything
+    refusal: Refusal | None = None
+    rented_at: Mapping[str, datetime] = field(default_factory=dict)  # every server of this run that is known of
+    trained: Collection[str] = ()  # those of them on which an attempt began
+    now: datetime | None = None  # None: nothing is too long ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +63,14 @@ class Over:
     """There is nothing to rent for."""
 
     outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The next server would end as the last one did."""
+
+    code: int
     reason: str
 
 
@@ -84,22 +110,46 @@ class NoMore:
     reason: str
 
 
-Step = Over | Accepted | Watch | GiveBack | Rent | NoMore
+Step = Over | Refused | Accepted | Watch | GiveBack | Rent | NoMore
 
 
-def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: int) -> Step:
+def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[str] = ()) -> Step:
     """
-    `go_on`: a run that gave up or reached its limit is begun again. `rented_now`: how many servers
-    this command has rented.
+    `go_on`: a run that gave up or reached its limit is begun again, and what was in vain before is
+    forgotten. `rented_now`: servers that this command has rented.
     """
     live = next((rental for rental in night.rentals if rental.state is not ServerState.GONE), None)
     if live is not None:
         return _judge(live, night)
     if night.outcome in _OVER and not (go_on and night.outcome in {Outcome.GAVE_UP, Outcome.LIMIT}):
         return Over(Outcome(night.outcome), night.reason)
-    if rented_now >= job.provider.max_machines:
-        return NoMore(f"{rented_now} servers were rented and none trains (provider.max_machines)")
+    if refused := _why_in_vain(night, go_on=go_on, rented_now=rented_now):
+        return refused
+    futile = _count_futile(night, go_on=go_on, rented_now=rented_now)
+    if futile >= job.provider.max_machines:
+        return NoMore(f"{futile} servers were rented and none trains (provider.max_machines)")
     return Rent(len(night.rentals) + 1)
+
+
+def _why_in_vain(night: Night, *, go_on: bool, rented_now: Collection[str]) -> Refused | None:
+    """The newest server's word counts: one that came later found out more."""
+    told = night.refusal
+    if told is None or not told.is_same or (night.rentals and night.rentals[0].id != told.server):
+        return None
+    if told.server not in rented_now and (go_on or (told.code != _WRONG_JOB and told.age >= STORE_REST)):
+        return None
+    return Refused(told.code, f"{told.server}: {told.reason}")
+
+
+def _count_futile(night: Night, *, go_on: bool, rented_now: Collection[str]) -> int:
+    """Servers since the last one that trained, over all cron lines of a night; after `go_on` this command's only."""
+    futile = 0
+    for server, at in sorted(night.rented_at.items(), key=lambda one: one[1], reverse=True):
+        is_old = night.now is not None and night.now - at >= ONE_NIGHT
+        if server in night.trained or (server not in rented_now and (go_on or is_old)):
+            break
+        futile += 1
+    return futile
 
 
 def _judge(live: RentedServer, night: Night) -> Step:

@@ -26,7 +26,7 @@ def pack(folder: Path) -> tuple[str, bytes]:
     """The archive and its name, which is that of its content; `JobError` if it is no folder, or too large."""
     if not folder.is_dir():
         raise JobError(f"source.path: expected a folder, found none at {folder}", hint="it is relative to job.yaml")
-    files = sorted(_files(folder))
+    files = sorted(list_files(folder))
     total = sum((folder / name).lstat().st_size for name in files)
     if total > MAX_BYTES:
         largest = max(files, key=lambda name: (folder / name).lstat().st_size)
@@ -38,7 +38,8 @@ def pack(folder: Path) -> tuple[str, bytes]:
     return f"{hashlib.sha256(raw).hexdigest()[:32]}.tar.gz", raw
 
 
-def _files(folder: Path) -> Iterable[str]:
+def list_files(folder: Path) -> list[str]:
+    """Names of what is packed."""
     listed = _by_git(folder)
     if listed is not None:
         return [name for name in listed if (folder / name).is_symlink() or (folder / name).is_file()]

@@ -188,6 +188,60 @@ def test_validate_warns_when_nothing_leaves_the_machine(tmp_path, cli):
     assert ["offload.to", "NO_SUCH_SECRET"] == [warning.split(":")[0] for warning in done["warnings"]]
 
 
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ("command: train.py", 0),
+        ("command: trian.py", 2),
+        ("command: python trian.py\nlauncher: command", 2),
+        ("command: train.py\nworkdir: sub", 2),
+        ("command: ignored.py", 2),
+        ("command: trian.py\nsetup: pip install x", 2),
+        ("command: trian.py\nsetup: python make_it.py", 0),
+        ("command: /opt/trian.py", 0),
+        ("command: my-tool --fast\nlauncher: command", 0),
+    ],
+)
+def test_validate_looks_for_the_script_in_what_is_packed(tmp_path, cli, more, code):
+    """
+    What surely cannot work is 2; what only the machine can tell is left to it.
+    """
+    (tmp_path / "job.yaml").write_text(f"name: a\nsource: {{path: code}}\n{more}\n")
+    code_dir = tmp_path / "code"
+    code_dir.mkdir()
+    subprocess.run(["git", "init", "-q", str(code_dir)], check=True)
+    (code_dir / "train.py").touch()
+    (code_dir / "ignored.py").touch()
+    (code_dir / ".gitignore").write_text("ignored.py\n")
+
+    done = cli("validate", "job.yaml")
+
+    assert code == done.returncode, done.stderr
+    assert (code == 2) == ("error: command: " in done.stderr)
+
+
+def test_a_typo_in_the_command_is_told_by_status_and_can_be_corrected(tmp_path, cli):
+    """
+    Nothing is said to be launched; status says what it was, and the corrected job goes on under the same name.
+    """
+    job = "name: a\nlauncher: command\nframework: none\ncpu_processes: 1\nprovider: {kind: none}\ncommand: "
+    (tmp_path / "work.sh").write_text("#!/bin/sh\ntrue\n")
+    (tmp_path / "work.sh").chmod(0o755)
+    (tmp_path / "job.yaml").write_text(f"{job}./wrok.sh\n")
+
+    refused = cli("run", "--config", "job.yaml", VRAMFARM_WORKSPACE=str(tmp_path))
+    told = cli("status", "a", VRAMFARM_WORKSPACE=str(tmp_path)).stdout
+    (tmp_path / "job.yaml").write_text(f"{job}./work.sh\n")
+    mended = cli("run", "--config", "job.yaml", VRAMFARM_WORKSPACE=str(tmp_path))
+
+    assert 2 == refused.returncode, refused.stderr
+    assert "launch attempt" not in refused.stderr
+    assert "ended with exit code 2: command: expected a program './wrok.sh'" in told
+    assert "mend that, then start it again" in told
+    assert 0 == mended.returncode, mended.stderr
+    assert "exit code 2" not in cli("status", "a", VRAMFARM_WORKSPACE=str(tmp_path)).stdout
+
+
 def test_validate_json_is_the_whole_job_and_can_be_read_back(tmp_path, cli):
     """
     What it prints with every default is a job.yaml itself, and the same job.

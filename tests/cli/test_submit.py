@@ -52,6 +52,7 @@ def run(house: Farmhouse, tmp_path: Path):
         ("checkpoint: {resume: /old}\n", {}, 2, "checkpoint.resume: expected an address that a rented machine can reach"),
         ("provider: {kind: runpod}\n", {}, 2, "provider.kind: submit rents at vramfarm only, got runpod"),
         ("offload: {to: 'file:///tmp/none'}\nprovider: {max_price: 0.10}\n", {}, 3, "more than 0.1"),
+        ("offload: {to: 'file:///tmp/none'}\nsource: {path: .}\n", {}, 2, "command: expected a file 'train.py' in"),
         ("offload: {to: 'file:///tmp/none'}\ncards: 8\n", {}, 3, "the account has 10"),
     ],
 )  # fmt: skip
@@ -65,6 +66,23 @@ def test_what_cannot_work_is_said_before_a_machine_is_rented(run, house, more, e
 
     assert (code, before) == (done.returncode, len(house.farm.servers())), done.stderr
     assert expected in done.stderr
+
+
+def test_servers_that_never_trained_count_over_cron_lines(run, house: Farmhouse, tmp_path: Path):
+    """
+    After max_machines of them in one night the next line rents nothing, and says why.
+    """
+    now = datetime.now(UTC).isoformat()
+    record = {f"srv_{n}": {"machine": f"m{n}", "rented_at": now, "refused": "no word"} for n in range(3)}
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "night.json").write_text(json.dumps(record))
+    before = len(house.farm.servers())
+
+    done = run("submit", job=f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\n")
+
+    assert (3, before) == (done.returncode, len(house.farm.servers())), done.stderr
+    assert "3 servers were rented and none trains (provider.max_machines): no word" in done.stderr
+    assert "--go-on" in done.stderr
 
 
 def test_a_cron_line_that_comes_again_finds_the_first_at_work(run, tmp_path: Path):

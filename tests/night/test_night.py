@@ -75,6 +75,10 @@ class Host:
         }
         (self._folder / "job.yaml").write_text(json.dumps(job))
 
+    def forget_first(self) -> None:
+        """No machine is unfit."""
+        (self._folder / "first-server").write_text("none")
+
     def submit(self, *arguments: str, seconds: float = 600.0) -> tuple[int, dict[str, Any], str]:
         """Exit code, the last word, the log."""
         command = (*RUNNER, "submit", "--config", str(self._folder / "job.yaml"), "--json", "--look-every", "0.3")
@@ -125,3 +129,26 @@ def test_a_night_over_three_machines(host: Host):
     rentals = len(host.servers())
     assert (0, "succeeded") == (host.submit()[0], host.submit()[1]["outcome"])
     assert rentals == len(host.servers())
+
+
+def test_a_fault_of_the_job_is_paid_for_once(host: Host):
+    """
+    What only the machine can find out ends with its reason in the store; the cron line says that and rents
+    no more, until the job is mended: that goes on under the same name, since nothing was trained.
+    """
+    host.forget_first()
+    fault = {"launcher": "torchrun", "setup": [f"{sys.executable} -c pass"], "command": "trian.py"}
+    host.job("typo", steps=50, **fault)
+
+    first, again = host.submit(), host.submit()
+
+    assert [2, 2] == [first[0], again[0]], first[2]
+    assert "expected a file 'trian.py'" in again[2]
+    assert 1 == len(host.servers())
+    refusal = host.status("typo")["refusal"]
+    assert (2, host.servers()[0].id) == (refusal["exit_code"], refusal["server"])
+    host.job("typo", steps=50)
+    mended = host.submit("--wait")
+    assert (0, "succeeded") == (mended[0], mended[1].get("outcome")), mended[2]
+    assert "refusal" not in host.status("typo")
+    assert 2 == len(host.servers())

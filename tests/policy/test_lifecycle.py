@@ -672,13 +672,25 @@ def test_another_job_of_the_same_name_is_refused(tmp_path):
     """
     What the store has under this name belongs to a job with another command: nothing is trained or resumed.
     """
-    elsewhere = Elsewhere(other_job='command: there "a.py", here "b.py"')
+    elsewhere = Elsewhere()
+    boot(JOB, tmp_path / "theirs", elsewhere)
+    elsewhere.outcome, elsewhere.other_job = None, 'command: there "a.py", here "b.py"'
+    elsewhere.launches.clear()
 
     end, _ = boot(JOB, tmp_path / "job", elsewhere)
 
     assert (2, True) == (end.code, end.stop)
     assert "--accept-change" in end.reason
     assert [] == elsewhere.launches
+
+
+def test_a_corrected_command_goes_on_where_nothing_was_trained(tmp_path):
+    """
+    The store knows the job, and no attempt of it: there are no weights that could be the wrong ones.
+    """
+    end, _ = boot(JOB, tmp_path / "job", Elsewhere(other_job='command: there "trian.py", here "train.py"'))
+
+    assert 0 == end.code, end.reason
 
 
 def test_done_but_not_in_the_store_is_not_zero(tmp_path):

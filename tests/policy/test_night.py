@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
@@ -10,12 +11,16 @@ import pytest
 from runner.facts import Offer, Outcome, RentedServer, ServerState
 from runner.job import Job
 from runner.policy.night import (
+    ONE_NIGHT,
     SILENCE,
+    STORE_REST,
     Accepted,
     GiveBack,
     Night,
     NoMore,
     Over,
+    Refusal,
+    Refused,
     Rent,
     Watch,
     Wish,
@@ -88,7 +93,7 @@ def test_the_next_step(night: Night, expected: object):
     """
     Nothing is rented twice, and nothing that is over is paid for.
     """
-    assert expected == decide_step(JOB, night, go_on=False, rented_now=0)
+    assert expected == decide_step(JOB, night, go_on=False)
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [("gave_up", Rent), ("limit", Rent), ("succeeded", Over)])
@@ -96,14 +101,48 @@ def test_go_on_begins_again_what_is_not_done(outcome: str, expected: type):
     """
     What is done stays done.
     """
-    assert isinstance(decide_step(JOB, Night(outcome=outcome), go_on=True, rented_now=0), expected)
+    assert isinstance(decide_step(JOB, Night(outcome=outcome), go_on=True), expected)
 
 
 def test_machines_are_not_tried_for_ever():
     """
-    provider.max_machines: a job that no machine is good for costs that many minimums at most.
+    provider.max_machines: a job that no machine is good for costs that many minimums a night at most,
+    whichever cron lines rented them; one that trained, another night and --go-on count anew.
     """
-    assert isinstance(decide_step(JOB, Night(rentals=(GONE,)), go_on=False, rented_now=2), NoMore)
+    now = datetime(2026, 1, 2, tzinfo=UTC)
+    two = {"srv_0": now - timedelta(hours=1), "srv_1": now - timedelta(minutes=30)}
+    night = Night(rentals=(GONE,), rented_at=two, now=now)
+
+    assert isinstance(decide_step(JOB, night, go_on=False), NoMore)
+    assert Rent(2) == decide_step(JOB, night, go_on=True, rented_now={"srv_1"})
+    assert isinstance(decide_step(JOB, night, go_on=True, rented_now={"srv_0", "srv_1"}), NoMore)
+    assert Rent(2) == decide_step(JOB, replace(night, trained={"srv_1"}), go_on=False)
+    assert Rent(2) == decide_step(JOB, replace(night, now=now + ONE_NIGHT), go_on=False)
+
+
+IN_VAIN = Refusal(server="srv_0", code=2, reason="no train.py", is_same=True, age=timedelta())
+
+
+@pytest.mark.parametrize(
+    ("change", "go_on", "rented_now", "expected"),
+    [
+        pytest.param({}, False, (), Refused(2, "srv_0: no train.py"), id="the job is at fault: the next would end likewise"),
+        pytest.param({"age": ONE_NIGHT}, False, (), Refused(2, "srv_0: no train.py"), id="it does not mend itself"),
+        pytest.param({"is_same": False}, False, (), Rent(2), id="job.yaml or the code has changed"),
+        pytest.param({}, True, (), Rent(2), id="go on"),
+        pytest.param({}, True, {"srv_0"}, Refused(2, "srv_0: no train.py"), id="went on, and it is the same again"),
+        pytest.param({"server": "srv_9"}, False, (), Rent(2), id="a later server got further"),
+        pytest.param({"code": 4}, False, (), Refused(4, "srv_0: no train.py"), id="the store is at fault"),
+        pytest.param({"code": 4, "age": STORE_REST}, False, (), Rent(2), id="it may be well again"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_no_machine_mends_is_not_paid_for_again(change, go_on, rented_now, expected):
+    """
+    The last server's own word ends the night, until something has changed.
+    """
+    night = Night(rentals=(GONE,), refusal=replace(IN_VAIN, **change))
+
+    assert expected == decide_step(JOB, night, go_on=go_on, rented_now=rented_now)
 
 
 WISH = Wish(cards=None, card=None, max_price=None, days=1)
