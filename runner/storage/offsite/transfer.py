@@ -4,6 +4,7 @@ Checkpoints between a disk and a store.
     <job>/checkpoints/step-00000500-0123abcd/<shard> ...   each confirmed by the store
     <job>/checkpoints/step-00000500-0123abcd/MANIFEST.json last, and only if there is none
     <job>/outcome.json                                     the job is over
+    <job>/refusal.json                                     the last start came to nothing through the job or the store
 
 Order, at any time:
   - a manifest in the store MUST name only shards that the store has confirmed;
