@@ -62,6 +62,7 @@ from runner.policy.lifecycle import (
     SetAside,
     TrimLogs,
     Wait,
+    tell_draining,
 )
 from runner.policy.limits import reserve
 from runner.policy.money import billed
@@ -458,11 +459,28 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "outcome": outcome,
         "reason": history.conclusion.reason if history.conclusion else None,
         "exit_code": EXIT_CODES[outcome] if outcome else None,
+        "draining": _draining(job, history, seen),
         "message": message,
         "run_dir": around.run_dir,
         "runner_pid": around.runner_pid,
         "updated_at": seen.now.isoformat(),
     }
+
+
+def describe_draining(job: Job, history: History, seen: Observed) -> str:
+    """What a runner still waits for though the job is over; empty where nothing holds it up."""
+    found = tell_draining(job, history, seen)
+    if found is None or not found.is_held_up:
+        return ""
+    return (
+        f"the job is over; getting things off the machine, until {found.until:%H:%M} UTC at the latest: "
+        f"it waits for {found.what}; Ctrl-C or SIGTERM ends the runner before that, and the next one goes on with it"
+    )
+
+
+def _draining(job: Job, history: History, seen: Observed) -> Mapping[str, Any] | None:
+    found = tell_draining(job, history, seen)
+    return {"what": found.what, "until": found.until.isoformat()} if found else None
 
 
 def _last_failure(history: History) -> Mapping[str, Any] | None:
@@ -669,10 +687,12 @@ def _weights(job: Job, seen: Observed) -> str:
     if seen.offsite:
         newest = max(c.ref for c in seen.offsite)
         return f"{job.offload.to}/{job.name}/checkpoints/{newest.name}"
+    is_known = job.offload.to is None or seen.offsite is not None
     if seen.local:
         newest = max(c.ref for c in seen.local)
-        return f"{job.checkpoint.dir}/{newest.name} (only on this disk)"
-    return "none were saved"
+        where = "only on this disk" if is_known else "on this disk; what the store has is not known"
+        return f"{job.checkpoint.dir}/{newest.name} ({where})"
+    return "none were saved" if is_known else "none on this disk; what the store has is not known"
 
 
 def _server_end(server: Server | None, seen: Observed, end: End) -> str:

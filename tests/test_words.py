@@ -34,6 +34,7 @@ from runner.words import (
     closing,
     cost,
     describe,
+    describe_draining,
     grace,
     last_save_s,
     opening,
@@ -182,6 +183,34 @@ def test_a_disk_that_stays_full_is_told_ever_more_rarely():
     assert ["1", "2", "4", "8", "9"] == told
 
 
+def test_what_the_end_waits_for_is_said_and_until_when():
+    """
+    Whoever asked for the stop learns why the runner is still there, and when it gives up.
+    """
+    away = Failed(subject="of the run", at=NOW, error="no answer", final=False, failures=1, since=NOW)
+    seen = replace(SEEN, tasks={TaskKind.LEASE: away}, only_here=("log",))
+    over = History(conclusion=replace(OVER, at=NOW))
+
+    line = describe_draining(JOB, over, seen)
+
+    assert "until 12:30 UTC at the latest: it waits for lease of the run (no answer); Ctrl-C" in line
+    assert "2026-01-01T12:30:00+00:00" == status(JOB, over, seen, AROUND, "")["draining"]["until"]
+    assert "" == describe_draining(JOB, History(), seen)
+
+
+def test_weights_in_a_store_that_refused_are_not_denied():
+    """
+    Where the store was never read, nobody can say that a checkpoint is only on this disk.
+    """
+    end = End(code=4, stop=True, keep=True, reason="403")
+
+    unknown = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),)), AROUND, end))
+    known = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),), offsite=()), AROUND, end))
+
+    assert "(on this disk; what the store has is not known)" in unknown
+    assert "(only on this disk)" in known
+
+
 def test_slow_work_says_how_far_it_has_got():
     """
     Only when it is slow.
@@ -276,7 +305,7 @@ def test_closing_does_not_claim_a_store_that_has_nothing():
 
     finish = "\n".join(closing(JOB, History(), SEEN, AROUND, end))
 
-    assert "weights      none were saved" in finish
+    assert "weights      none on this disk; what the store has is not known" in finish
     assert "all is in the store" not in finish
 
 

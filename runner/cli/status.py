@@ -6,9 +6,9 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from runner.cli.output import out, out_json
 from runner.cli.refusal import REFUSAL, newest_word
@@ -21,6 +21,8 @@ from runner.words import span
 from vramfarm.protocol import Env
 
 Status = Mapping[str, Any]
+_DRAINING: Final = "DRAINING"  # as `words.phase` has it
+_FRESH: Final = timedelta(minutes=3)  # the copy in the store is renewed every minute
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +98,7 @@ def _parse(where: str, raw: bytes) -> Status:
 
 def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0) -> Iterator[str]:
     """A few lines for a person; a field that is missing is left out. `left`: processes that outlived the runner."""
-    phase = _phase(status, alive=alive, left=left)
+    phase = _phase(status, alive=alive, left=left, now=now)
     yield "  ".join(filter(None, (str(status.get("job", "?")), phase, _progress(status))))
     if message := status.get("message"):
         yield f"  {message}"
@@ -106,6 +108,8 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
     yield from _verdict(status.get("verdict"))
     yield from _lease(status.get("lease"))
     yield from _trouble(status)
+    if is_draining(status, alive=alive, now=now):
+        yield f"  {describe_draining(status)}"
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
     if money := _time_and_money(status, now, alive=alive):
         yield f"  {money}"
@@ -147,10 +151,30 @@ def _trouble(status: Status) -> Iterator[str]:
         yield f"  changed for this attempt: {', '.join(f'{name}={value}' for name, value in changes.items())}"
 
 
-def _phase(status: Status, *, alive: bool | None, left: int) -> str:
+def is_draining(status: Status, *, alive: bool | None, now: datetime) -> bool:
+    """Whether the job is over and its runner is not: it still gets things off the machine."""
+    if not status.get("outcome") or status.get("phase") != _DRAINING:
+        return False
+    updated = status.get("updated_at")  # from afar: the last copy of an ended run says it, too
+    is_fresh = bool(updated) and now - datetime.fromisoformat(str(updated)) < _FRESH
+    return is_fresh if alive is None else alive
+
+
+def describe_draining(status: Status) -> str:
+    """What a runner that has not ended yet does, for whom the bill is not over."""
+    found = status.get("draining")
+    found = found if isinstance(found, dict) else {}
+    until = f", until {datetime.fromisoformat(found['until']):%H:%M} UTC at the latest" if found.get("until") else ""
+    what = f": {found['what']}" if found.get("what") else ""
+    return f"the runner has not ended: it gets things off the machine{until}{what}; Ctrl-C or SIGTERM ends it before"
+
+
+def _phase(status: Status, *, alive: bool | None, left: int, now: datetime) -> str:
     if status.get("refusal") and not alive and not left:
         return "refused"
     if outcome := status.get("outcome"):
+        if is_draining(status, alive=alive, now=now):
+            return f"{outcome}, draining (exit code {status.get('exit_code')} to come)"
         return f"{outcome} (exit code {status.get('exit_code')})"
     if left:
         return "without a runner"
@@ -210,6 +234,8 @@ def _freshness(status: Status, *, alive: bool | None, now: datetime, left: int) 
         return f"{seen}; the runner is not alive, {who}: start it again with the same job.yaml and it goes on with them"
     if status.get("refusal") and not alive:
         return f"{seen}; mend that, then start it again"
+    if alive is False and status.get("phase") == _DRAINING:
+        return f"{seen}; the runner is not alive and had not got everything off the machine: start it again and it does"
     if alive is False and not status.get("outcome"):
         return f"{seen}; the runner is not alive: start it again with the same job.yaml and it goes on"
     return seen

@@ -27,6 +27,7 @@ from runner.words import (
     changes,
     closing,
     describe,
+    describe_draining,
     grace,
     last_save_s,
     opening,
@@ -103,6 +104,7 @@ class Teller:
         self._enough: bool | None = None
         self._scaling_told = 0
         self._end_told = 0
+        self._draining = False  # said in this boot that the end is held up
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
     def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
@@ -128,6 +130,7 @@ class Teller:
         if isinstance(action, Launch):
             for line in tell_batch(self._job, action, history, seen):
                 self._log.info(line)
+        self._tell_draining(seen, history)
         self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
         self._measure(seen, history)
         self._before = seen
@@ -187,6 +190,12 @@ class Teller:
         if history.conclusion is None and history.opened_at and self._end_told < parts:
             self._end_told = parts
             self._log.info(tell_end(self._job, history, seen, self._around.server))
+
+    def _tell_draining(self, seen: Observed, history: History) -> None:
+        """Once: whoever asked for the end sees that it is not forgotten, and how long it may take."""
+        if not self._draining and (line := describe_draining(self._job, history, seen)):
+            self._draining = True
+            self._say(line)
 
     def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:
         if not acted and self._status_at and seen.now < self._status_at:

@@ -979,7 +979,41 @@ def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, want
     if not wanted or (isinstance(state, Finished) and state.subject == subject):
         return None
     if isinstance(state, Failed) and state.subject == subject:
-        if state.final or seen.now >= _patience_ends(history.conclusion, seen):
+        if state.final or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen):
             return None
         return _begin(kind, subject, seen) or Wait(retry_at(state))
     return _begin(kind, subject, seen) or Wait()
+
+
+def _is_in_vain(history: History, seen: Observed) -> bool:
+    """Nothing was made here that an outage could cost: whoever waits for its end pays for an idle machine."""
+    return not (history.attempts or seen.local or seen.only_here)
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """What still goes on after the end of the job: for what it waits, and until when at the latest."""
+
+    what: str
+    until: datetime
+    is_held_up: bool
+
+
+_DRAINERS = (TaskKind.LEASE, *_MOVERS, TaskKind.SURVEY, TaskKind.TIDY, TaskKind.PUBLISH)
+
+
+def tell_draining(job: Job, history: History, seen: Observed) -> Draining | None:
+    """None: the job is not over yet, or all is done."""
+    if history.conclusion is None or history.stop_sent_in == seen.life or job.offload.to is None:
+        return None
+    until = _patience_ends(history.conclusion, seen)
+    until = until if seen.deadline_at is None else min(until, seen.deadline_at)
+    for kind in _DRAINERS:
+        match seen.tasks.get(kind):
+            case Failed(final=False) as failed:
+                return Draining(f"{kind} {failed.subject} ({failed.error})", until, is_held_up=True)
+            case Running(subject=subject) if kind is not TaskKind.LEASE:
+                return Draining(f"{kind} {subject}", until, is_held_up=False)
+            case _:
+                pass
+    return Draining("" if may_write(seen) else "the lease of the run", until, is_held_up=False)

@@ -532,6 +532,51 @@ def test_stop_of_a_run_that_is_over_changes_nothing(tmp_path, cli):
     assert not (run_dir / "stop").exists()
 
 
+def test_stop_before_training_promises_no_save(tmp_path, cli, held_lock):
+    """
+    Where nothing trains there is no next step to save at.
+    """
+    held_lock(write_run(tmp_path / "llama", phase="PREFLIGHT", attempt=0, checkpoints=[]))
+
+    told = cli("stop").stdout
+
+    assert "llama will begin no training, finish its copies, and end with exit code 8" in told
+
+
+DRAINS = {
+    "outcome": "stopped",
+    "exit_code": 8,
+    "phase": "DRAINING",
+    "draining": {"what": "lease of the run (no answer)", "until": "2026-01-01T12:30:00+00:00"},
+}
+
+
+def test_a_run_that_is_over_and_a_runner_that_is_not_are_told_apart(tmp_path, cli, held_lock):
+    """
+    Whoever believes that the server is off while it waits for its store pays for it.
+    """
+    held_lock(write_run(tmp_path / "llama", **DRAINS))
+
+    told, again = cli("status").stdout, cli("stop").stdout
+
+    line = "the runner has not ended: it gets things off the machine, until 12:30 UTC at the latest: lease of the run (no answer)"
+    assert told.startswith("llama  stopped, draining (exit code 8 to come)  ")
+    assert line in told
+    assert line in again
+
+
+def test_a_runner_that_died_while_it_drained_is_said(tmp_path, cli):
+    """
+    What is only on this disk is not thrown away because a status says that the job is over.
+    """
+    write_run(tmp_path / "llama", **DRAINS)
+
+    told = cli("status").stdout
+
+    assert told.startswith("llama  stopped (exit code 8)  ")
+    assert "had not got everything off the machine" in told
+
+
 # ------------------------------------------------------------------------------- checkpoints
 
 

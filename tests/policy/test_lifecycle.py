@@ -40,6 +40,7 @@ from runner.policy.lifecycle import (
     STUCK,
     Begin,
     Cease,
+    Draining,
     End,
     Interrupt,
     Kill,
@@ -48,6 +49,7 @@ from runner.policy.lifecycle import (
     TrimLogs,
     Wait,
     decide,
+    tell_draining,
 )
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
@@ -429,6 +431,40 @@ def test_what_preflight_finds_of_the_store_ends_it_as_the_store_does():
     end = decide(ALONE, ACCEPTED, Observed(now=START, boot_id="b", life="l", preflight=found, tasks=DONE))
 
     assert (4, "the store is full; free some space") == (end.code, end.reason)
+
+
+OVER = replace(
+    History(accepted_at=START, opened_at=START),
+    conclusion=Conclusion(outcome=Outcome.STOPPED, reason="asked to stop", at=START),
+)
+AWAY = Failed(subject="of the run", at=START, error="no answer", final=False, failures=3, since=START)
+WAITS = replace(
+    Observed(now=START, boot_id="b", life="l", tasks={TaskKind.LEASE: AWAY}), lease=Lease(state=LeaseState.UNKNOWN)
+)
+
+
+def test_a_stop_with_nothing_to_save_does_not_wait_for_a_store_that_is_away():
+    """
+    Nothing was trained and nothing is only here: half an hour more would be paid for nothing.
+    """
+    end = decide(JOB, OVER, WAITS)
+
+    assert (8, True, False) == (end.code, end.stop, end.keep)
+    assert isinstance(decide(JOB, OVER, replace(WAITS, only_here=("outputs/log.txt",))), Wait)
+
+
+def test_what_an_end_waits_for_is_known_and_until_when():
+    """
+    The task that fails, and the end of patience or the deadline, whichever is first.
+    """
+    held_up = replace(WAITS, only_here=("outputs/log.txt",))
+    near = replace(held_up, deadline_at=START + timedelta(minutes=5))
+
+    expected = Draining("lease of the run (no answer)", START + STORE_PATIENCE, is_held_up=True)
+    assert expected == tell_draining(JOB, OVER, held_up)
+    assert near.deadline_at == tell_draining(JOB, OVER, near).until
+    assert None is tell_draining(JOB, replace(OVER, stop_sent_in="l"), held_up)
+    assert None is tell_draining(JOB, ACCEPTED, held_up)
 
 
 def test_the_time_limit_saves_first(tmp_path):
