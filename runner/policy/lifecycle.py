@@ -999,12 +999,14 @@ class Draining:
     is_held_up: bool
 
 
-_DRAINERS = (TaskKind.LEASE, *_MOVERS, TaskKind.SURVEY, TaskKind.TIDY, TaskKind.PUBLISH)
+_DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
 
 
 def tell_draining(job: Job, history: History, seen: Observed) -> Draining | None:
-    """None: the job is not over yet, or all is done."""
+    """None: the job is not over yet, or nothing holds up its end."""
     if history.conclusion is None or history.stop_sent_in == seen.life or job.offload.to is None:
+        return None
+    if _is_in_vain(history, seen):
         return None
     until = _patience_ends(history.conclusion, seen)
     until = until if seen.deadline_at is None else min(until, seen.deadline_at)

@@ -465,6 +465,7 @@ def test_what_an_end_waits_for_is_known_and_until_when():
     assert near.deadline_at == tell_draining(JOB, OVER, near).until
     assert None is tell_draining(JOB, replace(OVER, stop_sent_in="l"), held_up)
     assert None is tell_draining(JOB, ACCEPTED, held_up)
+    assert None is tell_draining(JOB, OVER, WAITS), "with nothing to save it waits for nothing"
 
 
 def test_the_time_limit_saves_first(tmp_path):
