@@ -765,7 +765,7 @@ def test_triage_of_a_run_by_its_name(tmp_path, cli):
     It points to a log that is there; and of a run that succeeded it says so, and advises nothing.
     """
     run_dir = write_run(tmp_path / "llama")
-    log = run_dir / "logs" / "attempt-0001" / "launcher.log"
+    before, log = cli("triage").stdout, run_dir / "logs" / "attempt-0001" / "launcher.log"
     log.parent.mkdir(parents=True)
     log.write_text("all is well\n")
     unknown = cli("triage").stdout
@@ -777,6 +777,7 @@ def test_triage_of_a_run_by_its_name(tmp_path, cli):
 
     done, missing = cli("triage"), cli("triage", "lama")
 
+    assert f"see {run_dir}\n" in before
     assert f"see {log}" in unknown
     assert (0, f"nothing failed: attempt 1, the last of {run_dir}, succeeded\n") == (done.returncode, done.stdout)
     assert None is json.loads(cli("triage", "llama", "--json").stdout)["decision"]

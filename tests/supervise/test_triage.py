@@ -242,6 +242,8 @@ def test_without_any_words_the_exit_is_told(tmp_path, code, said):
     """
     There is always a line, and it says where to look.
     """
+    (tmp_path / "launcher.log").touch()
+
     assert f"{said}{tmp_path}/launcher.log" == first_error(tmp_path, Exit(code=code)).summary
 
 

@@ -22,7 +22,8 @@ _LINK: Final = re.compile(r"\bhttps?://\S+")  # nobody is sent to an address tha
 def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path, ended: Exit | None) -> str:
     """Return the line; there is always one, and it says where to look."""
     line = chosen.line
-    log = files[line.source] if line else folder / "launcher.log" if folder.is_dir() else folder
+    launcher = folder / "launcher.log"  # of a run that has launched nothing there is none
+    log = files[line.source] if line else launcher if launcher.is_file() else folder
     if chosen.label.startswith("host_oom") and seen.kills:
         return f"{_out_of_memory(chosen, seen.kills)}; see {log}"
     if line is None:
