@@ -15,6 +15,7 @@ from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from runner.simulator.catalogue import numbers
 from runner.simulator.farm import Farm
@@ -34,6 +35,7 @@ from runner.simulator.model import (
 from runner.simulator.problem import Problem
 
 _REMEMBERED_S: Final = 86_400
+ServerId = Annotated[str, Query(pattern=r"^srv_[a-z0-9]{6,32}$")]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Cursor = Annotated[str, Query(max_length=256)]
 Key = Annotated[str, Header(alias="Idempotency-Key", min_length=8, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
@@ -115,7 +117,7 @@ def _add_servers(api: FastAPI, farm: Farm) -> None:
     @api.get("/v1/servers", operation_id="listServers")
     def list_servers(
         state: Annotated[list[State], Query()] = [],  # noqa: B006  # FastAPI copies it
-        label: str | None = None,
+        label: Annotated[str | None, Query(max_length=64)] = None,
         limit: Limit = 50,
         cursor: Cursor = "",
     ) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _add_saves(api: FastAPI, farm: Farm) -> None:
         return _once(farm, f"createSave {server_id} {key}", spec.model_dump_json(), save)
 
     @api.get("/v1/saves", operation_id="listSaves")
-    def list_saves(server_id: str | None = None, limit: Limit = 50, cursor: Cursor = "") -> dict[str, Any]:
+    def list_saves(server_id: ServerId | None = None, limit: Limit = 50, cursor: Cursor = "") -> dict[str, Any]:
         saves = [save.model_dump(mode="json") for save in farm.store.all(Save, owner=server_id)]
         return _page("saves", saves, limit, cursor)
 
@@ -204,7 +206,7 @@ def _add_account(api: FastAPI, farm: Farm) -> None:
 
     @api.get("/v1/usage", operation_id="listUsage")
     def list_usage(
-        server_id: str | None = None,
+        server_id: ServerId | None = None,
         from_: Annotated[datetime | None, Query(alias="from")] = None,
         to: datetime | None = None,
         limit: Limit = 50,
@@ -289,11 +291,24 @@ async def _answer_problem(_: Request, error: Exception) -> Response:
     return _problem(error)
 
 
-async def _answer_http(_: Request, error: Exception) -> Response:
+async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     problem = Problem(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else "")  # noqa: PLR2004
-    problem.headers = dict(error.headers or {})  # 405 names what is allowed
+    problem.headers = dict(error.headers or {})
+    if error.status_code == 405:  # noqa: PLR2004  # the framework names what the first route of that path allows
+        problem.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return _problem(problem)
+
+
+def _methods(request: Request) -> set[str]:
+    routes = (route for route in request.app.router.routes if isinstance(route, Route))
+    return {
+        method
+        for route in routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
 
 
 async def _answer_invalid(_: Request, error: Exception) -> Response:

@@ -231,3 +231,20 @@ def test_secrets_are_given_to_the_process_and_to_nobody_else(house: Farmhouse):
     assert "token ***\n" == log
     assert "hush" not in json.dumps(house.server(server))
     house.stop(server)
+
+
+def test_a_method_that_is_not_allowed_is_told_all_that_are(house: Farmhouse):
+    """
+    Of the path, not of its first route.
+    """
+    reply = house.call("PUT", "/servers", {})
+
+    assert 405 == reply.status
+    assert {"GET", "POST"} == {method.strip() for method in dict(reply.headers)["allow"].split(",")}
+
+
+def test_a_label_longer_than_any_server_has_is_refused(house: Farmhouse):
+    """
+    As the contract says.
+    """
+    assert 422 == house.call("GET", f"/servers?label={'0' * 65}").status

@@ -22,12 +22,11 @@ CONTROLS_OF_THE_TEST = r"_sim/(clock|faults)"  # time and faults: whatever comes
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed (the dev extra)")
 def test_every_answer_is_one_that_the_contract_promises(house: Farmhouse):
     """
-    Status, type, headers and body of what examples, limits of every field and random requests get: no surprise,
-    and never an error of ours.
+    Status, type, headers and body of what examples and random requests get: no surprise, and never an error of ours.
     """
     st = Path(sys.executable).with_name("st")
     header = f"Authorization: Bearer {house.farm.account_key}"
-    phases = ("--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--max-time", "40")
+    phases = ("--phases", "examples,fuzzing", "--max-examples", "4")  # the same ones on any machine
     patient = ("--request-timeout", "60")
     steady = ("--generation-deterministic", "--continue-on-failure", "--no-color", "--warnings", "off")
 
