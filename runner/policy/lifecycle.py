@@ -855,21 +855,24 @@ def _lost(seen: Observed, floor: int | None) -> list[str]:
 
 def _lock_out(job: Job, seen: Observed) -> End:
     """The loser stops itself only. What is only here stays here."""
-    stop, lease = job.finish.on_failure is AtEnd.STOP, seen.lease
+    lease = seen.lease
     until = f", until {lease.until}" if lease.until else ""
     reason = f"another runner has this run: {lease.who or 'somebody'} (lease {lease.fence}{until})"
-    return End(code=LOCKED, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+    return _end_early(LOCKED, reason, job, seen)
 
 
 def _refuse_job(reason: str, job: Job, seen: Observed) -> End:
-    stop = job.finish.on_failure is AtEnd.STOP
-    return End(code=WRONG_JOB, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+    return _end_early(WRONG_JOB, reason, job, seen)
 
 
 def _refuse(outcome: Outcome, reason: str, job: Job, seen: Observed) -> End:
-    """An early end. Not journaled: the next boot looks again, and goes on if it was cured."""
+    return _end_early(EXIT_CODES[outcome], reason, job, seen)
+
+
+def _end_early(code: int, reason: str, job: Job, seen: Observed) -> End:
+    """Not journaled: the next boot looks again, and goes on if it was cured."""
     stop = job.finish.on_failure is AtEnd.STOP
-    return End(code=EXIT_CODES[outcome], stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+    return End(code=code, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
 
 
 # --------------------------------------------------------------------------- after the end

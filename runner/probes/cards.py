@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from typing import Final
+
+from runner.probes.command import ask
 
 _FIELDS: Final = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,temperature.gpu"
 _MIB: Final = 1 << 20
@@ -26,22 +26,8 @@ class CardUse:
 
 def read_cards(timeout_s: float = 5.0) -> tuple[CardUse, ...]:
     """Ask `nvidia-smi`; nothing where there is none, it fails, or it does not answer in time."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    try:
-        answer = subprocess.run(
-            (program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return parse_cards(answer.stdout) if answer.returncode == 0 else ()
+    answer = ask(("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"), timeout_s=timeout_s)
+    return parse_cards(answer.out) if answer.code == 0 else ()
 
 
 def parse_cards(text: str) -> tuple[CardUse, ...]:
