@@ -5,7 +5,7 @@ from typing import Protocol, assert_never
 
 from runner.facts import Attempt, Conclusion, History, Observed, TaskKind
 from runner.job import Job
-from runner.policy.lifecycle import (
+from runner.policy.actions import (
     LEFT,
     Accept,
     Action,

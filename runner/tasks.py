@@ -30,8 +30,9 @@ from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
 from runner.keeper import keep_lease
 from runner.policy import ledger
-from runner.policy.lifecycle import CODE, MACHINE, WRITERS
+from runner.policy.between import CODE, MACHINE
 from runner.policy.preflight import decide_verdict, tell_verdict
+from runner.policy.slow import WRITERS
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.report import gather_store, page
 from runner.storage import forking

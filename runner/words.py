@@ -32,16 +32,10 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import Job, OnLimit, format_duration
-from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
-from runner.policy.goodput import Spending, goodput, share_out, useful_cost
-from runner.policy.ledger import Running as RunningAttempt
-from runner.policy.ledger import describe_machine, dump, merge
-from runner.policy.lifecycle import (
-    ASK_AGAIN,
+from runner.policy.actions import (
     EXIT_CODES,
     LEFT,
     LOCKED,
-    REFUSED_AGAIN,
     WRONG_JOB,
     Accept,
     Action,
@@ -62,10 +56,15 @@ from runner.policy.lifecycle import (
     SetAside,
     TrimLogs,
     Wait,
-    tell_draining,
 )
+from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
+from runner.policy.finish import tell_draining
+from runner.policy.goodput import Spending, goodput, share_out, useful_cost
+from runner.policy.ledger import Running as RunningAttempt
+from runner.policy.ledger import describe_machine, dump, merge
 from runner.policy.limits import reserve
 from runner.policy.money import billed
+from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
 from runner.supervise.attempt import PREVENTION
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {

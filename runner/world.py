@@ -42,8 +42,9 @@ from runner.facts import (
 from runner.folder import RunFolder, free_bytes
 from runner.job import Job
 from runner.policy import ledger
+from runner.policy.actions import Wait
 from runner.policy.batch import accumulation
-from runner.policy.lifecycle import ALL_OUTPUTS, Wait
+from runner.policy.finish import ALL_OUTPUTS
 from runner.policy.limits import ends
 from runner.policy.preflight import share_cores
 from runner.probes.host import count_cores

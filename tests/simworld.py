@@ -26,9 +26,9 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.loop import run
+from runner.policy.actions import End, Wait
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.ledger import describe_machine, merge
-from runner.policy.lifecycle import End, Wait
 from runner.policy.limits import deadline
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk

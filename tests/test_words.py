@@ -27,7 +27,7 @@ from runner.facts import (
     TaskKind,
 )
 from runner.job import Job
-from runner.policy.lifecycle import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
+from runner.policy.actions import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
 from runner.words import (
     Surroundings,
     changes,

@@ -20,20 +20,9 @@ from runner.errors import RunnerError
 from runner.facts import Checkpoint, Conclusion, Finished, History, Observed, Running, TaskKind
 from runner.folder import RunFolder
 from runner.job import Job
+from runner.policy.actions import Accept, Action, Begin, Conclude, Discard, End, Launch, Prune, RecordExit, Wait
 from runner.policy.batch import tell_batch
-from runner.policy.lifecycle import (
-    Accept,
-    Action,
-    Begin,
-    Conclude,
-    Discard,
-    End,
-    Launch,
-    Prune,
-    RecordExit,
-    Wait,
-    decide,
-)
+from runner.policy.lifecycle import decide
 from runner.policy.limits import deadline
 from runner.results import parse_conclusion
 from runner.storage import journal as events

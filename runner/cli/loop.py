@@ -37,9 +37,9 @@ from runner.folder import RunFolder
 from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
+from runner.policy.actions import End
 from runner.policy.batch import Uneven, split_batch
 from runner.policy.guard import PAID_ANYWAY
-from runner.policy.lifecycle import End
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events

@@ -39,7 +39,7 @@ from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Offer, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
 from runner.policy import ledger
-from runner.policy.lifecycle import EXIT_CODES
+from runner.policy.actions import EXIT_CODES
 from runner.policy.limits import deadline
 from runner.policy.night import (
     Accepted,

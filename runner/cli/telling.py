@@ -17,8 +17,8 @@ import structlog
 from runner.facts import History, Observed
 from runner.folder import RunFolder
 from runner.job import Job
+from runner.policy.actions import Accept, Action, End, Launch, Wait
 from runner.policy.batch import tell_batch
-from runner.policy.lifecycle import Accept, Action, End, Launch, Wait
 from runner.policy.scaling import tell_scaling
 from runner.report import gather_folder, page
 from runner.supervise.logs import Follower

@@ -15,7 +15,7 @@ from typing import Final
 
 from runner.facts import Attempt, History, Observed
 from runner.job import Batch, Job
-from runner.policy.lifecycle import Launch
+from runner.policy.actions import Launch
 from vramfarm.protocol import Ref
 
 _MOST_CARDS: Final = 16  # as many as a machine has

@@ -14,7 +14,8 @@ from typing import Final
 
 from runner.facts import Attempt, Ending, Failed, History, Observed, Running, TaskKind
 from runner.job import Job
-from runner.policy.lifecycle import EXIT_CODES, Action, Conclude, End, Launch, Leave, Notify, Wait, decide
+from runner.policy.actions import EXIT_CODES, Action, Conclude, End, Launch, Leave, Notify, Wait
+from runner.policy.lifecycle import decide
 from runner.policy.limits import limit_at
 
 SENDING: Final = timedelta(seconds=12)  # the end of the job waits so long for a message, no longer

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from runner.facts import Attempt, Checkpoint, History, Observed
 from runner.job import Batch, Job
+from runner.policy.actions import Launch
 from runner.policy.batch import Split, Uneven, learning_rate_advice, split_batch, tell_batch
-from runner.policy.lifecycle import Launch
 from vramfarm.protocol import Ref
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

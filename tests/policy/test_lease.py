@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from runner.facts import Checkpoint, Failed, Finished, History, Lease, LeaseState, Live, Observed, Running, TaskKind
 from runner.job import Job
+from runner.policy.actions import Begin, Cease, End, Interrupt, Kill, Wait
 from runner.policy.lease import (
     Claim,
     Idle,
@@ -23,7 +24,7 @@ from runner.policy.lease import (
     may_write,
     put,
 )
-from runner.policy.lifecycle import Begin, Cease, End, Interrupt, Kill, Wait, decide
+from runner.policy.lifecycle import decide
 from vramfarm.protocol import Ref
 
 PACE = Pace()

@@ -20,8 +20,9 @@ from runner.facts import (
     TaskKind,
 )
 from runner.job import Job, Limits
+from runner.policy.actions import Begin, Join
 from runner.policy.ledger import Running, cost, describe_machine, dump, merge, parse, sum_up
-from runner.policy.lifecycle import Begin, Join, decide
+from runner.policy.lifecycle import decide
 from runner.policy.limits import deadline, ends
 from runner.policy.money import affordable
 from runner.storage import journal as events

@@ -31,26 +31,12 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import Job
+from runner.policy.actions import Begin, Cease, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait
 from runner.policy.divergence import is_distrusted
-from runner.policy.lifecycle import (
-    ALL_OUTPUTS,
-    OUTPUTS_EVERY,
-    REFUSED_AGAIN,
-    STORE_PATIENCE,
-    STUCK,
-    Begin,
-    Cease,
-    Draining,
-    End,
-    Interrupt,
-    Kill,
-    Launch,
-    Prune,
-    TrimLogs,
-    Wait,
-    decide,
-    tell_draining,
-)
+from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
+from runner.policy.house import OUTPUTS_EVERY
+from runner.policy.lifecycle import decide
+from runner.policy.slow import REFUSED_AGAIN, STORE_PATIENCE, STUCK
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk

@@ -7,7 +7,7 @@ import pytest
 
 from runner.facts import Failed, History, Observed, Progress, TaskKind
 from runner.job import Job
-from runner.policy.lifecycle import Notify
+from runner.policy.actions import Notify
 from runner.policy.notices import decide_and_tell
 from runner.storage import journal as events
 from tests.simworld import START, TURN, Elsewhere, boot

@@ -1,0 +1,178 @@
+"""How a run ends: early, for the next boot to look again; or concluded, when everything is off the machine."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Outcome, Running, TaskKind
+from runner.job import AtEnd, Job
+from runner.policy.actions import EXIT_CODES, LOCKED, WRONG_JOB, Action, End, Leave, Wait
+from runner.policy.house import newest_unsafe, set_aside, tidy
+from runner.policy.slow import STORE_PATIENCE, WRITERS, begin, end_stuck, is_stuck, may_write, retry_at
+
+ALL_OUTPUTS = "at the end"  # nobody writes to them any more
+_DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
+
+
+def lock_out(job: Job, seen: Observed) -> End:
+    """The loser stops itself only. What is only here stays here."""
+    lease = seen.lease
+    until = f", until {lease.until}" if lease.until else ""
+    reason = f"another runner has this run: {lease.who or 'somebody'} (lease {lease.fence}{until})"
+    return _end_early(LOCKED, reason, job, seen)
+
+
+def refuse_job(reason: str, job: Job, seen: Observed) -> End:
+    return _end_early(WRONG_JOB, reason, job, seen)
+
+
+def refuse(outcome: Outcome, reason: str, job: Job, seen: Observed) -> End:
+    return _end_early(EXIT_CODES[outcome], reason, job, seen)
+
+
+def _end_early(code: int, reason: str, job: Job, seen: Observed) -> End:
+    """Not journaled: the next boot looks again, and goes on if it was cured."""
+    stop = job.finish.on_failure is AtEnd.STOP
+    return End(code=code, stop=stop, keep=bool(seen.local or seen.only_here), reason=reason)
+
+
+def after_the_end(job: Job, history: History, seen: Observed) -> Action:
+    """Get everything off the machine, prove it, say so, and only then ask for the stop."""
+    assert history.conclusion is not None
+    if seen.leaving:
+        return Leave()
+    if seen.lease.state is LeaseState.TAKEN:
+        return lock_out(job, seen)
+    pending = _bring_off(job, history, seen)
+    if pending is not None:
+        return pending
+    conclusion = history.conclusion
+    succeeded = conclusion.outcome is Outcome.SUCCEEDED
+    wish = job.finish.on_success if succeeded else job.finish.on_failure
+    only_here = bool(seen.local) and not is_safe(job, seen)
+    missing = succeeded and job.offload.to is not None and only_here
+    return End(
+        code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
+        stop=wish is AtEnd.STOP,
+        keep=bool(seen.only_here) or only_here,
+        reason=f"{conclusion.reason}, but the store does not have it: {_why_not(seen)}"
+        if missing
+        else conclusion.reason,
+    )
+
+
+def _why_not(seen: Observed) -> str:
+    states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY))
+    return next((s.error for s in states if isinstance(s, Failed)), "there was no time")
+
+
+def is_safe(job: Job, seen: Observed) -> bool:
+    """Whether the newest checkpoint was compared with the store, and the store has it all."""
+    state = seen.tasks.get(TaskKind.VERIFY)
+    newest = max((c.ref for c in seen.offsite or ()), default=None)
+    verified = newest is not None and isinstance(state, Finished) and state.subject == newest.name
+    return job.offload.to is not None and verified and newest_unsafe(job, seen) is None
+
+
+def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
+    """The next thing to do before the end, or None when all is done, or cannot be."""
+    if job.offload.to is None:
+        return tidy(job, history, seen)
+    assert history.conclusion is not None
+    late = _patience_ends(history.conclusion, seen)
+    deadline_near = seen.deadline_at is not None and seen.now >= seen.deadline_at - timedelta(seconds=20)
+    if deadline_near:
+        return None
+    if not may_write(seen):
+        return _try(TaskKind.LEASE, "of the run", history, seen, wanted=seen.now < late)
+    return (
+        _try(TaskKind.SURVEY, "store", history, seen, wanted=seen.offsite is None)
+        or set_aside(seen)
+        or _upload_last(job, history, seen)
+        or _verify_last(history, seen)
+        or _try(TaskKind.OUTPUTS, ALL_OUTPUTS, history, seen, wanted=bool(job.outputs))
+        or tidy(job, history, seen)
+        or _wait_for_tidying(seen)
+        or _publish(history, seen)
+    )
+
+
+def _wait_for_tidying(seen: Observed) -> Action | None:
+    """Whoever closes the store's door ends what still goes on in it."""
+    return Wait() if isinstance(seen.tasks.get(TaskKind.TIDY), Running) else None
+
+
+def _upload_last(job: Job, history: History, seen: Observed) -> Action | None:
+    ref = newest_unsafe(job, seen)
+    if ref is None:
+        return None
+    return _try(TaskKind.UPLOAD, ref.name, history, seen, wanted=True)
+
+
+def _verify_last(history: History, seen: Observed) -> Action | None:
+    if not seen.offsite:
+        return None
+    newest = max(c.ref for c in seen.offsite)
+    return _try(TaskKind.VERIFY, newest.name, history, seen, wanted=True)
+
+
+def _publish(history: History, seen: Observed) -> Action | None:
+    assert history.conclusion is not None
+    elsewhere = seen.concluded_elsewhere
+    ours = bool(history.attempts) or elsewhere is None or elsewhere.outcome != history.conclusion.outcome
+    # what an earlier machine published says how it was; an empty journal of ours must not replace it
+    return _try(TaskKind.PUBLISH, f"{history.conclusion.outcome}", history, seen, wanted=ours)
+
+
+def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, wanted: bool) -> Action | None:
+    """Begin it, wait for it, try it again while there is patience; None when it is done or hopeless."""
+    assert history.conclusion is not None
+    state = seen.tasks.get(kind)
+    if is_stuck(kind, seen):
+        return end_stuck(seen) if seen.now < _patience_ends(history.conclusion, seen) else None
+    if not wanted or (isinstance(state, Finished) and state.subject == subject):
+        return None
+    if isinstance(state, Failed) and state.subject == subject:
+        if state.final or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen):
+            return None
+        return begin(kind, subject, seen) or Wait(retry_at(state))
+    return begin(kind, subject, seen) or Wait()
+
+
+def _patience_ends(conclusion: Conclusion, seen: Observed) -> datetime:
+    """An outage has its half hour, whenever after the end it begins; all that it holds up has the same one."""
+    states = [seen.tasks.get(kind) for kind in (*WRITERS, TaskKind.VERIFY, TaskKind.LEASE)]
+    since = [state.since or state.at for state in states if isinstance(state, Failed) and not state.final]
+    return max(conclusion.at, min(since, default=conclusion.at)) + STORE_PATIENCE
+
+
+def _is_in_vain(history: History, seen: Observed) -> bool:
+    """Nothing was made here that an outage could cost: whoever waits for its end pays for an idle machine."""
+    return not (history.attempts or seen.local or seen.only_here)
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """What still goes on after the end of the job: for what it waits, and until when at the latest."""
+
+    what: str
+    until: datetime
+    is_held_up: bool
+
+
+def tell_draining(job: Job, history: History, seen: Observed) -> Draining | None:
+    """None: the job is not over yet, or nothing holds up its end."""
+    if history.conclusion is None or history.stop_sent_in == seen.life or job.offload.to is None:
+        return None
+    if _is_in_vain(history, seen):
+        return None
+    until = _patience_ends(history.conclusion, seen)
+    until = until if seen.deadline_at is None else min(until, seen.deadline_at)
+    for kind in _DRAINERS:
+        match seen.tasks.get(kind):
+            case Failed(final=False) as failed:
+                return Draining(f"{kind} {failed.subject} ({failed.error})", until, is_held_up=True)
+            case Running(subject=subject) if kind is not TaskKind.LEASE:
+                return Draining(f"{kind} {subject}", until, is_held_up=False)
+            case _:
+                pass
+    return Draining("" if may_write(seen) else "the lease of the run", until, is_held_up=False)

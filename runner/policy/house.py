@@ -1,0 +1,157 @@
+"""The house of a run, kept whoever is training: the lease, copies off the machine, room on the disk."""
+
+from datetime import timedelta
+
+from runner.facts import Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
+from runner.job import Job
+from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, TrimLogs, Wait
+from runner.policy.divergence import is_distrusted, newest_good
+from runner.policy.retention import plan_retention
+from runner.policy.slow import begin, end_stuck, may_write, retry_at
+from vramfarm.protocol import Ref
+
+SPARE_BYTES = 1 << 20
+OUTPUTS_EVERY = timedelta(minutes=5)
+PUBLISH_EVERY = timedelta(minutes=10)
+_COMMIT_TRIES = 3
+_NOTHING = Ref(-1, -1, -1, "")
+
+
+def keep_house(job: Job, history: History, seen: Observed) -> Action | None:
+    """What is always right, whoever is training: get copies off the machine, keep the disk free."""
+    return (
+        trim_logs(job, seen)
+        or end_stuck(seen)
+        or _hold_lease(job, seen)
+        or _survey(job, seen)
+        or set_aside(seen)
+        or _commit(seen)
+        or _upload(job, seen)
+        or tidy(job, history, seen)
+        or _copy_outputs(job, seen)
+        or publish_now_and_then(job, history, seen)
+    )
+
+
+def trim_logs(job: Job, seen: Observed) -> Action | None:
+    return TrimLogs(job.logs.max_size) if seen.log_bytes > job.logs.max_size else None
+
+
+def _hold_lease(job: Job, seen: Observed) -> Action | None:
+    """Taken before the store is touched, and kept as long as the runner lives."""
+    if job.offload.to is None or seen.lease.state in {LeaseState.NOT_NEEDED, LeaseState.TAKEN}:
+        return None
+    return begin(TaskKind.LEASE, "of the run", seen)
+
+
+def _survey(job: Job, seen: Observed) -> Action | None:
+    if job.offload.to is None or seen.offsite is not None:
+        return None
+    return begin(TaskKind.SURVEY, "store", seen)
+
+
+def set_aside(seen: Observed) -> Action | None:
+    failed = seen.tasks.get(TaskKind.UPLOAD)
+    if isinstance(failed, Failed) and failed.damaged:
+        for checkpoint in seen.local:
+            if checkpoint.ref.name == failed.subject:
+                return SetAside(checkpoint.ref)
+    return None
+
+
+def set_aside_spoilt(history: History, seen: Observed) -> Action | None:
+    """Once nobody can add to them: newer than the good one, they would be taken for better."""
+    spoilt = next((c.ref for c in seen.local if is_distrusted(c.ref, history)), None)
+    if spoilt is None or seen.live is not None:
+        return None
+    return SetAside(spoilt, "it was saved after the loss went wrong")
+
+
+def _commit(seen: Observed) -> Action | None:
+    return begin(TaskKind.COMMIT, seen.ready, seen) if seen.ready else None
+
+
+def commit_last(seen: Observed) -> Action | None:
+    """What a framework saved before it ended is committed before that end counts."""
+    state = seen.tasks.get(TaskKind.COMMIT)
+    if isinstance(state, Running):
+        return Wait()
+    if not seen.ready or (isinstance(state, Finished) and state.subject == seen.ready):
+        return None
+    if isinstance(state, Failed) and state.subject == seen.ready:
+        if state.final or state.failures >= _COMMIT_TRIES:
+            return None
+        return _commit(seen) or Wait(retry_at(state))
+    return _commit(seen)
+
+
+def _upload(job: Job, seen: Observed) -> Action | None:
+    """Only the newest: by the time an older one is there, it is worth nothing."""
+    ref = newest_unsafe(job, seen)
+    if seen.divergence is not None or ref is None:
+        return None  # what is saved now may be spoilt, and would drive the good one out of the store
+    copy = begin(TaskKind.UPLOAD, ref.name, seen)
+    if copy and isinstance(seen.tasks.get(TaskKind.OUTPUTS), Running):
+        return Cease(TaskKind.OUTPUTS, "a checkpoint goes first")
+    return copy
+
+
+def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
+    """The newest checkpoint here, if the store has neither it nor a newer one."""
+    if job.offload.to is None or seen.offsite is None or not seen.local:
+        return None
+    newest = max(c.ref for c in seen.local)
+    return newest if newest > max((c.ref for c in seen.offsite), default=_NOTHING) else None
+
+
+def tidy(job: Job, history: History, seen: Observed) -> Action | None:
+    refs = [c.ref for c in seen.local]
+    in_use = {ref for ref in refs if ref.name == _subject(seen.tasks.get(TaskKind.UPLOAD))}
+    in_use |= {a.resume for a in history.attempts[-1:] if a.resume is not None and a.ending is None}
+    if seen.divergence is not None and (good := newest_good(seen.local, history, seen.divergence)):
+        in_use.add(good)
+    plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
+    if plan.remove:
+        return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept")
+    if not has_room(seen):
+        cramped = plan_retention(refs, keep_last=1, in_use=in_use)
+        if cramped.remove:
+            return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
+    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not seen.divergence:
+        return begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
+    return None
+
+
+def _subject(state: TaskState) -> str:
+    return state.subject if isinstance(state, Running) else ""
+
+
+def has_room(seen: Observed) -> bool:
+    """Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less."""
+    if seen.free_bytes is None or not seen.local:
+        return True
+    largest = max(c.size_bytes for c in seen.local)
+    return seen.free_bytes >= largest + largest // 20 + SPARE_BYTES
+
+
+def _copy_outputs(job: Job, seen: Observed) -> Action | None:
+    """Again and again, and never beside a checkpoint: that has the whole line."""
+    if not job.outputs or job.offload.to is None or isinstance(seen.tasks.get(TaskKind.UPLOAD), Running):
+        return None
+    state = seen.tasks.get(TaskKind.OUTPUTS)
+    if not isinstance(state, Finished):
+        return begin(TaskKind.OUTPUTS, "so far", seen)
+    is_due = seen.now >= state.at + OUTPUTS_EVERY and may_write(seen)
+    return Begin(TaskKind.OUTPUTS, "so far") if is_due else None
+
+
+def publish_now_and_then(job: Job, history: History, seen: Observed) -> Action | None:
+    """
+    When this machine joined, after each attempt, and every few minutes: a machine that vanishes
+    leaves in the store what it did and what it cost.
+    """
+    if job.offload.to is None or not history.machine or history.opened_at is None:
+        return None
+    last = history.attempts[-1] if history.attempts else None
+    what = f"attempt {last.number} {last.ending or 'runs'}" if last else "joined"
+    return begin(TaskKind.PUBLISH, f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}", seen)

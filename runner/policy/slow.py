@@ -1,0 +1,72 @@
+"""When slow work begins, is tried again, and is ended; and who may write to the store at all."""
+
+from datetime import datetime, timedelta
+
+from runner.facts import Failed, Finished, LeaseState, Observed, Running, TaskKind
+from runner.policy.actions import Begin, Cease
+
+STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
+REFUSED_AGAIN = timedelta(minutes=2)  # a store that refuses may be emptied, or given the right credentials, meanwhile
+STUCK = timedelta(minutes=30)  # without a piece that has moved
+# Each of these ends with a listing of the store. One at a time: a listing that was taken before
+# the other's change would come after it, and be believed.
+_LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
+# These tell of each piece that has moved.
+_MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.VERIFY)
+WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
+# A refusal of the store ends what waits for it; where nothing does, these ask again.
+ASK_AGAIN = frozenset({TaskKind.LEASE, *WRITERS})
+
+
+def begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
+    """Start it unless it runs, is done, cannot be done, has just failed, or another one is in its way."""
+    if kind in _LISTING and any(isinstance(seen.tasks.get(other), Running) for other in _LISTING):
+        return None
+    if kind in WRITERS and not may_write(seen):
+        return None
+    match seen.tasks.get(kind):
+        case Running():
+            return None
+        case Finished(subject=done) if done == subject:
+            return None
+        case Failed() as failed if failed.subject == subject and not _may_retry(kind, failed, seen):
+            return None
+        case _:
+            return Begin(kind, subject)
+
+
+def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
+    return (not failed.final or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
+
+
+def retry_at(failed: Failed) -> datetime:
+    """2 s after the first failure, doubling to a minute: the store is tried as long as the run lives."""
+    if failed.final:
+        return failed.at + REFUSED_AGAIN
+    return failed.at + timedelta(seconds=min(2.0 ** min(failed.failures, 6), 60.0))
+
+
+def may_write(seen: Observed) -> bool:
+    """Whether this runner is the one that writes this run's part of the store."""
+    return seen.lease.state in {LeaseState.HELD, LeaseState.NOT_NEEDED}
+
+
+def cease(seen: Observed) -> Cease | None:
+    """Whoever lost the lease, or could not renew it for a while, stops writing before another one begins."""
+    if may_write(seen):
+        return None
+    writing = (kind for kind in WRITERS if isinstance(seen.tasks.get(kind), Running))
+    kind = next(writing, None)
+    return None if kind is None else Cease(kind, "this runner does not have the lease of the run now")
+
+
+def end_stuck(seen: Observed) -> Cease | None:
+    """A server that answers a byte a minute breaks no time limit, and brings nothing about."""
+    stuck = (kind for kind in _MOVERS if is_stuck(kind, seen))
+    kind = next(stuck, None)
+    return None if kind is None else Cease(kind, f"nothing has moved for {STUCK.total_seconds() / 60:.0f} min")
+
+
+def is_stuck(kind: TaskKind, seen: Observed) -> bool:
+    state = seen.tasks.get(kind)
+    return kind in _MOVERS and isinstance(state, Running) and seen.now >= (state.moved_at or state.started_at) + STUCK
