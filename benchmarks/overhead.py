@@ -86,14 +86,15 @@ def measure(pid: int, seconds: float) -> dict[str, dict[str, float]]:
     kinds = {each: who(command) for each, command in descendants(pid).items()}
     before, began = {each: use(each) for each in kinds}, time.monotonic()
     time.sleep(seconds)
-    after, took = {each: use(each) for each in kinds}, time.monotonic() - began
+    left = [each for each in kinds if Path(f"/proc/{each}").exists()]  # a task that ended counts with its parent
+    after, took = {each: use(each) for each in left}, time.monotonic() - began
     return {kind: _sum(kind, kinds, before, after, took) for kind in sorted(set(kinds.values()))}
 
 
 def _sum(
     kind: str, kinds: dict[int, str], before: dict[int, Use], after: dict[int, Use], took: float
 ) -> dict[str, float]:
-    mine: Iterable[int] = [pid for pid, its in kinds.items() if its == kind]
+    mine: Iterable[int] = [pid for pid, its in kinds.items() if its == kind and pid in after]
     cpu_s = sum(after[pid].cpu_s - before[pid].cpu_s for pid in mine)
     return {
         "processes": len(list(mine)),

@@ -57,7 +57,7 @@ def keep_lease(  # noqa: PLR0913  # what differs between machines, and between t
 
     An error is raised if the store has not answered before, or for as long as a lease is valid.
     """
-    if not has_conditions(store, job):
+    if not store.probe().conditional:
         return _told(LeaseState.NOT_NEEDED)
     keeping = _Keeping(store, job, Keeper(holder=holder, life=uuid.uuid4().hex, who=who, pace=pace or Pace()), tell)
     asked, published = threading.Event(), _Status(store, job, status)
@@ -78,22 +78,6 @@ def keep_lease(  # noqa: PLR0913  # what differs between machines, and between t
             case Look() | Put() as move:
                 keeping.make(move)
     return _told(LeaseState.UNKNOWN)
-
-
-def has_conditions(store: Store, job: str) -> bool:
-    """Whether the store refuses what a conditional write must refuse; found out with an object of its own."""
-    key = f"{job}/lease-probe-{uuid.uuid4().hex}"
-    store.put(key, b"probe")  # what fails here fails for another reason
-    try:
-        return store.put_if(key, b"new", None) is None and store.put_if(key, b"new", '"another"') is None
-    except OffsiteError as error:
-        if not error.final:
-            raise
-        store.put(key, b"probe")  # a store that has become full or read-only says so again
-        return False  # such as 501: not implemented
-    finally:
-        with suppress(OffsiteError):
-            store.delete(key)
 
 
 def parse_claim(raw: bytes) -> Claim | None:

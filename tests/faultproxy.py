@@ -53,6 +53,7 @@ class FaultProxy:
         self.operations: list[str] = []  # all that came
         self.without_headers: tuple[str, ...] = ()  # what the answers are robbed of: x-amz-checksum-…
         self.refused_headers: tuple[str, ...] = ()  # requests with one are answered 501 NotImplemented
+        self.ignored_headers: tuple[str, ...] = ()  # puts with one succeed, whatever the header asked for
 
     def __enter__(self):
         ready = threading.Event()
@@ -142,6 +143,12 @@ class FaultProxy:
             async for _ in _body(reader, head):
                 pass
             writer.write(_error(head, *fault.answer))
+            await writer.drain()
+            return True
+        if any(name.encode() in head.fields for name in self.ignored_headers):
+            async for _ in _body(reader, head):
+                pass
+            writer.write(b'HTTP/1.1 200 OK\r\netag: "new"\r\ncontent-length: 0\r\n\r\n')
             await writer.drain()
             return True
         far_reader, far = await asyncio.open_connection(self._target.hostname, self._target.port, limit=_HEAD_BYTES)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.cli.output import out
-from runner.cli.runs import find_in_store, find_run, is_alive
+from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import open_run
-from runner.errors import JobError, StoreError
+from runner.errors import StoreError
 from runner.storage import journal
 
 _LOOK_S: Final = 0.5
@@ -24,13 +24,8 @@ _SHOWN_FIRST: Final = ("event", "at")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="folder, name or job.yaml of the run, or s3:// or file:// of it in the store",
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+    add_run(parser)
+    add_follow(parser)
     parser.add_argument("--json", action="store_true", help="a JSON object a line, as in the journal")
 
 
@@ -56,10 +51,7 @@ def _tell(path: Path, told: int, *, as_json: bool) -> int:
 
 def _from_the_store(args: argparse.Namespace, address: str) -> int:
     """Machine after machine, in the order of their coming: their clocks are not compared."""
-    if args.follow:
-        raise JobError(
-            "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
-        )
+    refuse_follow(args)
     run = open_run(address)
     keys = sorted(e.key for e in run.store.list(f"{run.job}/machines/") if e.key.endswith(f"/{_JOURNAL}"))
     if not keys:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.cli.output import out
-from runner.cli.runs import find_in_store, find_run, is_alive
+from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import open_run
 from runner.errors import JobError
 from runner.supervise.logs import Follower, Line, find_streams, tail
@@ -23,13 +23,8 @@ _TAIL_BYTES: Final = 1 << 20  # of one file in the store
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="folder, name or job.yaml of the run, or s3:// or file:// of it in the store",
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+    add_run(parser)
+    add_follow(parser)
     parser.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of each stream; 100")
     parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1 is the launcher")
     parser.add_argument("--json", action="store_true", help="a JSON object a line: rank, stream, text")
@@ -52,10 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _from_the_store(args: argparse.Namespace, address: str) -> int:
     """The ends of the logs, as the runner copied them last."""
-    if args.follow:
-        raise JobError(
-            "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
-        )
+    refuse_follow(args)
     run = open_run(address)
     sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
     numbers = sorted({key.split("/")[2] for key in sizes})

@@ -7,18 +7,13 @@ import os
 from pathlib import Path
 
 from runner.cli.output import out, out_json, writing
-from runner.cli.runs import find_run
+from runner.cli.runs import add_run, find_run
 from runner.cli.stores import is_address, open_run
 from runner.errors import JobError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
-    )
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the page there, and nothing to the terminal")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,28 @@ from runner.job import Job
 STATUS: Final = "status.json"
 LOCK: Final = "lock"
 _MARKS: Final = (STATUS, "journal.jsonl", "job.json")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN, for the commands that read a run here or in the store."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
+    )
+
+
+def add_follow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+
+
+def refuse_follow(args: argparse.Namespace) -> None:
+    """Of a run in the store."""
+    if args.follow:
+        raise JobError(
+            "--follow: the store has copies, a few minutes old", hint="leave it out, or log in to the machine"
+        )
 
 
 def find_run(which: str | None, env: Mapping[str, str]) -> Path:

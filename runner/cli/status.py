@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from runner.cli.output import out, out_json
 from runner.cli.refusal import REFUSAL, newest_word
-from runner.cli.runs import STATUS, find_in_store, find_run, is_alive
+from runner.cli.runs import STATUS, add_run, find_in_store, find_run, is_alive
 from runner.cli.stores import read_small
 from runner.errors import JobError, StoreError
 from runner.facts import LeaseState, Verdict
@@ -26,12 +26,7 @@ _FRESH: Final = timedelta(minutes=3)  # the copy in the store is renewed every m
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
-    )
+    add_run(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
 
 

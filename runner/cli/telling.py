@@ -169,7 +169,7 @@ class Teller:
 
     def _tell_scaling(self, seen: Observed, history: History) -> None:
         """Once an attempt, when it is sure."""
-        attempt = len(history.attempts)
+        attempt = history.attempts[-1].number if history.attempts else 0
         if self._scaling_told == attempt or not (line := tell_scaling(self._job, history, seen)):
             return
         self._scaling_told = attempt

@@ -1,6 +1,5 @@
 """The keeper of the lease, a real process each, on every store."""
 
-import errno
 import json
 import os
 import signal
@@ -12,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from runner.job import OffloadPolicy
-from runner.keeper import LEASE, has_conditions, parse_claim
-from runner.storage.disk import Disk
-from runner.storage.offsite import OffsiteError, open_store
-from runner.storage.offsite.file import FileStore
+from runner.keeper import LEASE, parse_claim
+from runner.storage.offsite import open_store
 from tests.s3server import BUCKET
 
 KEEPER = """
@@ -170,33 +167,6 @@ def test_a_store_that_hangs_for_a_while_costs_nobody_the_run(s3server, tmp_path)
     assert ("unknown", "held", 1) == (one.result()["state"], one.told()["state"], one.told()["fence"])
 
 
-class Careless:
-    """A store that takes every write, as some do."""
-
-    def __init__(self):
-        self.objects = {}
-
-    def put(self, key, content):
-        self.objects[key] = content
-
-    def put_if(self, key, content, tag):
-        self.objects[key] = content
-        return "tag"
-
-    def delete(self, key):
-        del self.objects[key]
-
-
-def test_whether_a_store_has_conditions_is_tried(where):
-    """
-    Not believed: a store that takes what it must refuse has none. Nothing is left behind.
-    """
-    careless = Careless()
-
-    assert (True, False) == (has_conditions(open_at(where), "job"), has_conditions(careless, "job"))
-    assert ([], {}) == (list(open_at(where).list("job/lease")), careless.objects)
-
-
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"holder": 1, "life": "", "fence": 1}', b"[" * 100_000])
 def test_garbage_is_nobodys_claim(raw):
     """
@@ -220,27 +190,3 @@ def test_a_keeper_whose_runner_is_gone_ends(keeper, where, tmp_path):
     )
 
     assert {"result": {"state": "unknown"}} == json.loads(done.stdout.splitlines()[-1])
-
-
-class FillingDisk(Disk):
-    """A disk with room for one more file."""
-
-    num_left = 1
-
-    def write(self, path, content):
-        if not self.num_left:
-            raise OSError(errno.ENOSPC, "no space left", str(path))
-        self.num_left -= 1
-        super().write(path, content)
-
-    def rename(self, source, target):
-        super().rename(source, target)
-        (target.parent / f".{target.name}.guard").mkdir(exist_ok=True)  # no file for the guard, either
-
-
-def test_a_store_that_becomes_full_is_not_taken_for_one_without_conditional_writes(tmp_path):
-    """
-    Without a lease two machines could write one run: nothing but the lack of the ability itself is a reason.
-    """
-    with pytest.raises(OffsiteError, match="no space left"):
-        has_conditions(FileStore(tmp_path / "store", FillingDisk()), "job")

@@ -50,6 +50,9 @@ def proxy(s3server):
         pytest.param(
             ("if-none-match",), (), Abilities(checksums=Checksums.WHOLE, conditional=False), id="no conditions"
         ),
+        pytest.param(
+            ("if-match",), (), Abilities(checksums=Checksums.WHOLE, conditional=False), id="half of the conditions"
+        ),
     ],
 )
 def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
@@ -74,6 +77,18 @@ def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
     assert expected == found
     assert contents(directory, ref) == contents(there, ref)
     assert [] == [entry.key for entry in store.list(".probe")]  # it leaves nothing behind
+
+
+@pytest.mark.parametrize("header", ["if-none-match", "if-match"])
+def test_a_server_that_takes_what_it_must_refuse_has_no_conditional_writes(proxy, s3_offload, s3server, header):
+    """
+    It says yes to every write: only trying tells.
+    """
+    proxy.ignored_headers = (header,)
+    store = S3Store(s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env)
+
+    assert not store.probe().conditional
+    assert [] == list(store.list(".probe"))
 
 
 @pytest.mark.parametrize(("num_chunks", "step"), [(1, 1), (3, 1), (4, 2), (7, 2), (10, 3), (33, 32)])

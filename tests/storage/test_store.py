@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from zlib import crc32
 
@@ -54,6 +55,42 @@ def test_what_was_put_comes_back(store):
     store.put("job/status.json", b"new")
 
     assert (b"new", None) == (store.get("job/status.json"), store.get("job/other.json"))
+
+
+def test_what_was_tried_out_leaves_nothing_and_every_store_of_ours_has_conditional_writes(store):
+    """
+    A lease rests on them.
+    """
+    assert store.probe().conditional
+    assert [] == list(store.list(""))
+
+
+class Lockless(FileStore):
+    """On a network disk that has no locks."""
+
+    @contextmanager
+    def _guarded(self, target):
+        with super()._guarded(target):
+            raise OSError(errno.ENOLCK, "no locks available", str(target))
+        yield
+
+
+def test_a_disk_without_locks_has_no_conditional_writes(tmp_path):
+    """
+    It is said, and the run goes on without a lease; nothing is left behind.
+    """
+    assert not Lockless(tmp_path / "store", Disk()).probe().conditional
+    assert [] == list((tmp_path / "store").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_not_taken_for_one_without_conditional_writes(tmp_path):
+    """
+    Without a lease two machines could write one run: nothing but the lack of the ability itself is a reason.
+    """
+    (tmp_path / "store").write_text("a file")
+
+    with pytest.raises(OffsiteError, match="exists"):
+        FileStore(tmp_path / "store", Disk()).probe()
 
 
 def test_what_is_larger_than_expected_is_refused(store):

@@ -67,7 +67,7 @@ class Checksums(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a store can do. `conditional`: of several who write something new, one succeeds."""
+    """What a store can do. `conditional`: of several who write one object, new or as they all saw it, one succeeds."""
 
     checksums: Checksums
     conditional: bool

@@ -51,6 +51,7 @@ _CURES: Final[Mapping[int, str]] = {
     errno.ELOOP: "correct offload.to: its links lead in a circle",
     errno.ENAMETOOLONG: "correct offload.to, or give the job a shorter name",
 }
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})  # some network disks
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
 
@@ -69,8 +70,18 @@ class FileStore:
             )
 
     def probe(self) -> Abilities:
-        """Nothing to try: it is a disk. What cannot be written says so with the first file."""
-        return Abilities(checksums=Checksums.NONE, conditional=True)
+        key = f".probe-{secrets.token_hex(8)}"
+        with self._place(key) as (_, target):
+            try:
+                with self._guarded(target):
+                    is_guarded = True
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                is_guarded = False
+            finally:
+                self._disk.remove(_guard_of(target))
+        return Abilities(checksums=Checksums.NONE, conditional=is_guarded)
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         with self._place(key) as (temporary, target):
@@ -122,7 +133,7 @@ class FileStore:
 
     @contextmanager
     def _guarded(self, target: Path) -> Iterator[None]:
-        """Nobody else replaces it meanwhile; the lock goes with its process. A disk without locks is an error."""
+        """Nobody else replaces it meanwhile; the lock goes with its process. A disk without locks is an error: `probe` tells."""
         with _guard_of(target).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -111,13 +111,14 @@ class S3Store:
 
     def _try_out(self, key: str) -> Abilities:
         self._client.put_object(**self._named(key), Body=_SAMPLE)
-        conditional = self._try_conditional(key)
+        conditional = self._refuses(key, {"IfNoneMatch": "*"}) and self._refuses(key, {"IfMatch": '"another"'})
         kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._keeps(kind, key))
         return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
 
-    def _try_conditional(self, key: str) -> bool:
+    def _refuses(self, key: str, condition: _Condition) -> bool:
+        """Whether a condition that does not hold keeps what is there."""
         try:
-            self._client.put_object(**self._named(key), Body=_SAMPLE, IfNoneMatch="*")
+            self._client.put_object(**self._named(key), **condition, Body=_SAMPLE)
         except ClientError as error:
             if code_of(error) in _UNABLE:
                 return False
