@@ -3,9 +3,12 @@ Checkpoint engines side by side in one training, with what the machine can do me
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --dim 256 --layers 8 --rounds 3 --out build/bench
 
-A training of feed-forward blocks under FSDP2 with AdamW. Each round: some quiet steps, a save by one engine, steps
-until the save is done; then the next engine. A step ends when the device has finished it and all ranks know.
-Written are DIR/checkpoint.json and DIR/checkpoint.md.
+A training of feed-forward blocks, or of a transformer, under FSDP2 with AdamW. Each round: some quiet steps, a save by
+one engine, steps until the save is done; then the next engine. A step ends when the device has finished it and all
+ranks know. Written are DIR/NAME.json and DIR/NAME.md.
+
+Restarts are processes of their own: from the start of torchrun to the end of the first step, with a checkpoint and in
+an empty folder. The difference is what the checkpoint costs.
 """
 
 import argparse
@@ -15,6 +18,8 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,9 +27,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engines import Ours, build
+from gpu.model import Model, driver, loss_of, shard
 from limits import Limits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+
+from vramfarm import Checkpointer
 
 QUIET = 6
 LONGEST = 4000  # steps of one round
@@ -53,18 +61,38 @@ class Training:
 
     def make(self):
         torch.manual_seed(0)
+        arguments = self.arguments
         with self.device:
-            model = nn.Sequential(*[Block(self.arguments.dim) for _ in range(self.arguments.layers)])
-        for block in model:
-            fully_shard(block)
-        fully_shard(model)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+            if arguments.model == "transformer":
+                model = Model(arguments.layers, arguments.dim, arguments.vocabulary)
+            else:
+                model = nn.Sequential(*[Block(arguments.dim) for _ in range(arguments.layers)])
+        blocks = list(model.blocks) if arguments.model == "transformer" else list(model)
+        if arguments.compile:
+            for block in blocks:
+                block.compile()
+        if arguments.model == "transformer":
+            shard(model)
+        else:
+            for block in (*blocks, model):
+                fully_shard(block)
+        kind = {} if arguments.optimizer == "default" else {arguments.optimizer: True}
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **kind)
+
+    def _loss(self):
+        arguments = self.arguments
+        if arguments.model == "transformer":
+            shape = (arguments.batch, arguments.tokens + 1)
+            return loss_of(self.model, torch.randint(arguments.vocabulary, shape, device=self.device))
+        x = torch.randn(arguments.batch, arguments.tokens, arguments.dim, device=self.device)
+        return self.model(x).square().mean()
 
     def step(self, engine=None, *, wants_more=False):
         """One step. Return how many ranks want more, which all have to know anyway."""
         started = time.perf_counter()
-        x = torch.randn(self.arguments.batch, self.arguments.tokens, self.arguments.dim, device=self.device)
-        self.model(x).square().mean().backward()
+        for left in reversed(range(self.arguments.accumulate)):
+            self.model.set_requires_gradient_sync(left == 0)
+            self._loss().backward()
         inside = time.perf_counter()
         if engine:
             engine.guard()
@@ -99,11 +127,22 @@ def save(training, engine, number):
     first = len(training.seconds)
     started = time.perf_counter()
     engine.done_at = None
-    engine.begin(number)
+    try:
+        engine.begin(number)
+    except Exception as error:  # noqa: BLE001  # the other rank must hear of it
+        engine.error, engine.done_at = error, time.perf_counter()
     call = time.perf_counter() - started
     ours = isinstance(engine, Ours)
-    while training.step(engine, wants_more=not engine.is_done()) and len(training.seconds) - first < LONGEST:
+    until = started + training.arguments.save_limit_s
+
+    def wants_more():
+        return not engine.is_done() and time.perf_counter() < until
+
+    while training.step(engine, wants_more=wants_more()) and len(training.seconds) - first < LONGEST:
         pass
+    if not engine.is_done():
+        engine.error = TimeoutError(f"not done after {training.arguments.save_limit_s:.0f} s")
+        engine.done_at = time.perf_counter()
     steps = training.seconds[first:]
     steps[0] += 0 if ours else call
     begin = getattr(engine, "staged_at", started)
@@ -161,26 +200,68 @@ def used_bytes():
     return get["MemTotal"] - get["MemFree"] - get["Buffers"] - get["Cached"] + get["Shmem"]
 
 
-def restart(training, engine, say):
-    """Seconds from a model that is there to one that is restored."""
-    times = []
-    for _ in range(training.arguments.restarts):
-        model, optimizer = training.make()
-        if training.device.type == "cuda":
-            torch.cuda.synchronize()
-        drop_caches()
-        dist.barrier()
-        started = time.perf_counter()
-        close = type(engine).load(engine, model, optimizer)
-        if training.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        times.append(time.perf_counter() - started)
-        say(f"restart {engine.name}: {times[-1]:.2f} s")
-        if close:
-            close()
-        del model, optimizer
-    return times
+def restart(arguments, name, folder, last):
+    """Seconds from the start of a process to its first step: with the engine's checkpoint, and without one."""
+    found = {"with": [], "without": [], "restore": []}
+    for number in range(arguments.restarts):
+        for kind in ("without", "with"):
+            empty = Path(arguments.dir) / f"empty-{number}"
+            where = folder if kind == "with" else empty
+            order = {"engine": name if kind == "with" else "vramfarm", "dir": str(where), "last": str(last)}
+            drop_caches()
+            one = first_step_of_a_process(arguments, order)
+            shutil.rmtree(empty, ignore_errors=True)
+            if kind == "with" and name == "vramfarm" and not one["start_step"]:
+                raise RuntimeError("nothing was restored")
+            found[kind].append(one["total_s"])
+            if kind == "with":
+                found["restore"].append(one["restore_s"])
+    return found
+
+
+def first_step_of_a_process(arguments, order):
+    order = json.dumps(order | {"began": time.time()})
+    argv = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    argv += [str(dist.get_world_size()), *sys.argv, "--first-step", order]
+    env = {k: v for k, v in os.environ.items() if k not in AGENTS and not k.startswith("TORCHELASTIC_")}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=arguments.save_limit_s, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("first step: ")]
+    if not lines:
+        raise RuntimeError(f"restart: exit {done.returncode}: {done.stderr[-500:]}")
+    return json.loads(lines[0].removeprefix("first step: "))
+
+
+AGENTS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"})
+
+
+def first_step(arguments, device):
+    """A process that is started to be timed."""
+    order = json.loads(arguments.first_step)
+    dist.all_reduce(torch.zeros(1, device=device))
+    training = Training(arguments, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    before, start_step = time.time(), 0
+    if order["engine"] == "vramfarm":
+        start_step = Checkpointer(
+            training.model, training.optimizer, dir=order["dir"], save_interval="24h", keep_last=1
+        ).start_step
+    else:
+        (engine,) = build([order["engine"]], training.model, training.optimizer, Path(arguments.dir) / "again", print)
+        engine.last = Path(order["last"])
+        engine.load(training.model, training.optimizer)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    restored = time.time()
+    training.step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found = {"total_s": time.time() - order["began"], "restore_s": restored - before, "start_step": start_step}
+        print(f"first step: {json.dumps(found)}", flush=True)
+    dist.barrier()
+    os._exit(0)
 
 
 def drop_caches():
@@ -196,6 +277,8 @@ def main():
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
+    if arguments.first_step:
+        first_step(arguments, device)
     folder = Path(arguments.dir) / "bench"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -210,8 +293,8 @@ def main():
     training = Training(arguments, device)
     for _ in range(3):
         training.step()
-    limits = Limits(training.tensors(), folder, rank, dist.barrier)
-    total = slowest({"bytes": limits.size_bytes}, device)["bytes"] * dist.get_world_size()
+    limits = Limits(training.tensors(), folder, rank, dist.barrier, int(arguments.limit_gb * 1e9))
+    total = slowest({"bytes": limits.whole_bytes}, device)["bytes"] * dist.get_world_size()
     say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
     results = {
         "rows": {},
@@ -226,10 +309,14 @@ def main():
     for number in range(arguments.rounds):
         for kind in ("copy", "write", "read"):
             results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
+        limits.tidy()
         say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items()}) }")
         for engine in list(engines):
-            late = time.perf_counter() - begun > arguments.limit_s and not isinstance(engine, Ours)
+            late = time.perf_counter() - begun > arguments.limit_s and not (isinstance(engine, Ours) and number == 0)
             if number >= engine.rounds or agree(late, device):
+                continue
+            if agree(shutil.disk_usage(folder).free < 1.02 * total + (1 << 30), device):
+                say(f"{engine.name}: left out: the disk has no room for another {total / 1e9:.1f} GB")
                 continue
             try:
                 if number == 0:
@@ -243,6 +330,7 @@ def main():
                     results["memory"][engine.name] = used_bytes() - before  # what it goes on holding
             except Exception as error:  # noqa: BLE001  # a peer that fails is a result
                 say(f"{engine.name}: failed: {error!r}"[:500])
+                engine.tidy(all_of_it=True)
                 results["rows"].setdefault(engine.name, []).append({"failed": repr(error)[:200]})
                 engines.remove(engine)
                 continue
@@ -253,8 +341,16 @@ def main():
     for engine in engines:
         if isinstance(engine, Ours):
             engine.close()
-        if hasattr(type(engine), "load") and engine.name in {"vramfarm", "dcp.save"}:
-            results["restart"][engine.name] = restart(training, engine, say)
+        if engine.name not in {"vramfarm", "dcp.save"} or not results["rows"].get(engine.name):
+            continue
+        if arguments.restarts and rank == 0:
+            try:
+                found = restart(arguments, engine.name, engine.folder, engine.last)
+                results["restart"][engine.name] = found
+                say(f"restart {engine.name}: { ({k: [round(s, 2) for s in v] for k, v in found.items()}) }")
+            except Exception as error:  # noqa: BLE001  # the other figures count
+                say(f"restart {engine.name}: {error!r}")
+        dist.barrier()
     write(arguments, results, total, training)
     for engine in engines:
         if not isinstance(engine, Ours):
@@ -285,22 +381,18 @@ def write(arguments, results, total, training):
         "bytes": total,
         "cores": os.cpu_count(),
         "arguments": vars(arguments),
+        "argv": sys.argv[1:],
     }
-    (out / "checkpoint.json").write_text(json.dumps({"about": about, **results}, indent=1))
-    (out / "checkpoint.md").write_text(table(about, results))
-
-
-def driver():
-    with contextlib.suppress(OSError):
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    return ""
+    (out / f"{arguments.name}.json").write_text(json.dumps({"about": about, **results}, indent=1))
+    (out / f"{arguments.name}.md").write_text(table(about, results))
 
 
 def table(about, results):
     total = about["bytes"]
     limit = {k: statistics.median(v) for k, v in results["limits"].items()}
+    where = f"{about['date']}, {about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, driver {about['driver']}"
     lines = [
-        f"{about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, {total / 1e9:.2f} GB of state, {about['date']}",
+        f"{where}; {total / 1e9:.2f} GB of state, a step of {step_of(results):.3f} s; {' '.join(about['argv'])}",
         "",
         "| | longest step − median, first save, s | later saves, s | steps while it is written | inside its calls, s | until done, s | GB/s | done means on the disk | host memory it keeps, × state |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -322,11 +414,19 @@ def table(about, results):
             f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' or name.endswith('fsync') else 'no'} | {memory} |"
         )
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
-    for name, times in results["restart"].items():
+    for name, found in results["restart"].items():
+        beyond = statistics.median(found["with"]) - statistics.median(found["without"])
         lines.append(
-            f"restart with {name}: {spread(times)} s, {statistics.median(times) / limit['read_s']:.2f} × the direct read"
+            f"restart with {name}, from the start of the process to the end of its first step: {spread(found['with'])} s; "
+            f"without a checkpoint {spread(found['without'])} s; {beyond:.2f} s more, {beyond / limit['read_s']:.2f} × the direct read; "
+            f"the restoring itself {spread(found['restore'])} s"
         )
     return "\n".join(lines) + "\n"
+
+
+def step_of(results):
+    steps = [row["step_s"] for rows in results["rows"].values() for row in rows if "step_s" in row]
+    return statistics.median(steps) if steps else float("nan")
 
 
 def spread(values):
@@ -337,6 +437,15 @@ def spread(values):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="checkpoint", help="of the two files that are written")
+    parser.add_argument("--model", choices=["feedforward", "transformer"], default="feedforward")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="of a transformer")
+    parser.add_argument("--limit-gb", type=float, default=8, help="a rank: of a larger state the limits take so much")
+    parser.add_argument("--save-limit-s", type=float, default=150, help="for one save, or one restart")
+    parser.add_argument("--first-step", default="", help="for restarts, by this script itself")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8)

@@ -43,10 +43,10 @@ class Engine:
     def is_done(self):
         return self.done_at is not None
 
-    def tidy(self):
+    def tidy(self, *, all_of_it=False):
         """Only one engine's checkpoint is on the disk at a time."""
         dist.barrier()
-        if dist.get_rank() == 0 and self.name not in KEPT:
+        if dist.get_rank() == 0 and (all_of_it or self.name not in KEPT):
             shutil.rmtree(self.folder, ignore_errors=True)
         elif dist.get_rank() == 0:
             for old in [p for p in self.folder.iterdir() if self.last and p.name.isdigit() and p != self.last]:
@@ -128,10 +128,6 @@ class Ours(Engine):
 
     def close(self):
         self.ckpt.finish()
-
-    @staticmethod
-    def load(engine, model, optimizer):
-        return Checkpointer(model, optimizer, dir=engine.folder, save_interval="24h").finish
 
 
 class DcpSave(Engine):

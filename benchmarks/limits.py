@@ -12,19 +12,27 @@ PIECE = 8 << 20
 
 
 class Limits:
-    """A pinned copy of the same bytes, and the same bytes written and read directly, as fast as this disk does it."""
+    """
+    A pinned copy of the same bytes, and the same bytes written and read directly, as fast as this disk does it.
 
-    def __init__(self, tensors, folder, rank, barrier):
-        self._tensors = tensors
+    Of a state that is larger than `at_most` that much is taken, and the seconds are counted up to all of it.
+    """
+
+    def __init__(self, tensors, folder, rank, barrier, at_most=1 << 62):
         self._barrier = barrier
         self._path = Path(folder) / f"limit-{rank}"
-        self.size_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        self.whole_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        self._tensors, self.size_bytes = [], 0
+        for tensor in tensors:
+            if self.size_bytes < at_most:
+                self._tensors.append(tensor)
+                self.size_bytes += tensor.numel() * tensor.element_size()
         self._padded = -(-self.size_bytes // 4096) * 4096
         self._memory = mmap.mmap(-1, self._padded)
         self._view = memoryview(self._memory)
         self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
         self._direct = _direct(self._path.parent)
-        self._depths = [1, 4]
+        self._depths = [1, 4, 8]
         self._write_s = {}
         self._read_s = {}
         self._host = None
@@ -52,9 +60,13 @@ class Limits:
     def read(self):
         return self._best(self._read_s, self._read_all)
 
-    def close(self):
+    def tidy(self):
+        """Others need the room."""
         self._path.unlink(missing_ok=True)
-        self._host = None
+
+    def close(self):
+        self.tidy()
+        self._host = self._tensors = None
 
     def _best(self, found, act):
         if found:
@@ -79,7 +91,7 @@ class Limits:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._barrier()
-        return time.perf_counter() - started
+        return (time.perf_counter() - started) * self.whole_bytes / self.size_bytes
 
     def _write_all(self, depth):
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._direct, 0o600)

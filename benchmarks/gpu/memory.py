@@ -19,55 +19,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from model import Model, shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from runner.policy.planning import Precision, Strategy, Workload, activations, memory
 
 STRATEGIES = (Strategy.DDP, Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD)
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.heads = max(hidden // 128, 1)
-        self.before, self.between = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x):
-        size = (*x.shape[:2], self.heads, -1)
-        q, k, v = (part.view(size).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(functional.gelu(self.up(self.between(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int, hidden: int, vocabulary: int, *, recompute: bool) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.embed = nn.Embedding(vocabulary, hidden)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
-
-
 def spread(model, strategy, device):
     if strategy is Strategy.DDP:
         return DistributedDataParallel(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy, reshard_after_forward=strategy is Strategy.FULL_SHARD)
-    return model
+    return shard(model, reshard_after_forward=strategy is Strategy.FULL_SHARD)
 
 
 def measure(args, strategy, device):

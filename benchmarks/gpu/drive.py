@@ -1,0 +1,103 @@
+"""What scripts here that start trainings share: sizes, launches that end, and what the trainings wrote down."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+MARK = "BENCHMARK_LAUNCH"  # whatever a launch starts carries it
+LARGE = "--layers 12 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 24 --global-batch 48"
+SMALL = "--layers 2 --hidden 128 --vocabulary 512 --sequence 64 --per-card 4 --global-batch 8"
+
+
+def has_cards():
+    """Asked of the driver's files: torch would hold a card for as long as this process lives."""
+    return Path("/dev/nvidia0").exists()
+
+
+def environment():
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0"),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same sums in the same order
+    }
+
+
+def runner_python(folder):
+    """An interpreter that has the runner also under -I, whether it is installed or not."""
+    home = Path(folder) / "python"
+    venv.create(home, with_pip=False, symlinks=True, system_site_packages=True)
+    places = [ROOT, *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != HERE and "lib-dynload" not in p)]
+    (packages,) = home.glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text("".join(f"{place}\n" for place in places))
+    return str(home / "bin" / "python")
+
+
+def torchrun(num_processes, script, arguments):
+    base = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    return [*base, "--nproc-per-node", str(num_processes), str(HERE / script), *arguments]
+
+
+def launch(argv, log, **more):
+    mark = os.urandom(8).hex()
+    with Path(log).open("ab") as file:
+        process = subprocess.Popen(
+            argv, env=environment() | more | {MARK: mark}, stdout=file, stderr=file, start_new_session=True
+        )
+    process.mark = mark
+    return process
+
+
+def finish(process, limit_s):
+    """The exit code; what is over its time is ended with all that it started, and counts as -9."""
+    try:
+        return process.wait(max(limit_s, 0.1))
+    except subprocess.TimeoutExpired:
+        end(process)
+        return -9
+
+
+def end(process, patience_s=10):
+    """Ask a launch to end, and kill what is left of it: its ranks are in sessions of their own."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for folder in Path("/proc").glob("[0-9]*"):
+        _kill_marked(folder, f"{MARK}={process.mark}".encode())
+
+
+def _kill_marked(folder, mark):
+    try:
+        if mark in (folder / "environ").read_bytes().split(b"\0"):
+            os.kill(int(folder.name), signal.SIGKILL)
+    except OSError:  # gone, or not ours
+        return
+
+
+def lines(path):
+    """Whole lines of JSON, of a file that may still grow, or not be there yet."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError:
+        return []
+    return [json.loads(line) for line in raw.split(b"\n")[:-1] if line]
+
+
+def tail(path, count=15):
+    try:
+        return "\n".join(Path(path).read_text(errors="replace").splitlines()[-count:])
+    except OSError:
+        return ""
