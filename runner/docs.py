@@ -234,7 +234,7 @@ apart, by silence, words and a floor: `preflight.min_bus_bandwidth`, else what s
 single changes are tried (`NCCL_P2P_DISABLE=1`, `NCCL_SHM_DISABLE=1`, `NCCL_IB_DISABLE=1`, and what the error names),
 and the first that is proved is kept, with the speed that is left. On NVLink peer access is never switched off to hide a
 fault: pairs are tried, and the card is named. Trouble that comes only once refuses nothing. A single card must compute.
-All of it takes a minute at most; `preflight.comm_test: false` leaves it out. On cards: `benchmarks/gpu/preflight.sh`.
+All of it takes a minute at most; `preflight.comm_test: false` leaves it out. On cards: `benchmarks/gpu/preflight.py FOLDER`.
 
 ## How
 

@@ -1,12 +1,12 @@
 """
 What `plan` says a card holds, beside what torch.cuda.max_memory_allocated says it held.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/gpu/memory.py [--layers 24 --hidden 2048] [--markdown FILE]
+    python benchmarks/gpu/memory.py FOLDER [--layers 24 --hidden 2048]
 
-A plain transformer of 1 to 3B parameters, AdamW, three steps each of DDP, FSDP2 as SHARD_GRAD_OP
+It starts a process for each of two cards. A plain transformer of 1 to 3B parameters, AdamW, three steps each of DDP, FSDP2 as SHARD_GRAD_OP
 (reshard_after_forward=False) and as FULL_SHARD. Weights, gradients and moments are fp32, compute
-is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. Without cards it runs
-on the CPU, where nothing is measured: only that it runs.
+is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. The plan is to be within
+10 %. Without cards it runs on the CPU and small, where nothing is measured: only that it runs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import page
+
+sys.path.insert(0, str(page.ROOT))
 import torch
 import torch.distributed as dist
 from model import Model, shard
@@ -76,46 +81,88 @@ def plan(args, strategy, count, cards):
     return held.states, activations(work), working
 
 
-def main() -> None:
+def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32_000)
-    parser.add_argument("--per-card", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("folder", type=Path)
+    few = not torch.cuda.is_available()
+    parser.add_argument("--layers", type=int, default=2 if few else 24)
+    parser.add_argument("--hidden", type=int, default=128 if few else 2048)
+    parser.add_argument("--vocabulary", type=int, default=500 if few else 32_000)
+    parser.add_argument("--per-card", type=int, default=1 if few else 4)
+    parser.add_argument("--sequence", type=int, default=64 if few else 2048)
     parser.add_argument("--no-recompute", dest="recompute", action="store_false")
-    parser.add_argument("--markdown", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--limit-s", type=float, default=240)
+    return parser.parse_args()
+
+
+def on_every_card(script, arguments, *, processes=2, limit_s=240.0):
+    """A process a card, ended at its limit; torchrun's exit code."""
+    argv = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+            f"--nproc-per-node={processes}", str(script), *arguments)  # fmt: skip
+    child = subprocess.Popen(argv, env=page.environment(OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL)
+    try:
+        return child.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+        child.wait(timeout=40)
+        return 1
+
+
+def join():
+    """Meet the others; the device of this rank."""
     has_card = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_card else torch.device("cpu")
     if has_card:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_card else "gloo")
-    cards, rows = dist.get_world_size(), []
+    return device
+
+
+def work(args):
+    device = join()
+    cards, rows, wrong = dist.get_world_size(), [], []
     for strategy in STRATEGIES:
-        count, peak = measure(args, strategy, device)
-        gc.collect()
-        if has_card:
-            torch.cuda.empty_cache()
+        try:
+            count, peak = measure(args, strategy, device)
+        except torch.OutOfMemoryError as error:
+            rows.append([strategy, *"-----", str(error)[:80]])
+            wrong.append(str(strategy))
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         states, kept, working = plan(args, strategy, count, cards)
         total = states + kept + working
-        measured = f"{peak / 1e9:.2f} | {peak / total - 1:+.0%}" if peak else "- | -"
-        rows.append(
-            f"| {strategy} | {states / 1e9:.2f} | {kept / 1e9:.2f} | {working / 1e9:.2f} | {total / 1e9:.2f} | {measured} |"
-        )
+        measured = [f"{peak / 1e9:.2f}", f"{total / peak - 1:+.0%}"] if peak else ["-", "-"]
+        wrong += [str(strategy)] if peak and abs(total / peak - 1) > 0.1 else []
+        rows.append([strategy, *(f"{size / 1e9:.2f}" for size in (states, kept, working, total)), *measured])
+        if int(os.environ["RANK"]) == 0:
+            print(*rows[-1], sep=" | ", flush=True)
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        card = torch.cuda.get_device_name() if has_card else "CPU, nothing is measured"
-        text = (
-            f"{count / 1e9:.2f}B parameters on {cards} x {card}, {args.per_card} x {args.sequence} tokens a card, "
-            f"activations {'checkpointed' if args.recompute else 'kept'}; GB a card\n\n"
-            "| strategy | states | activations | working | planned | measured | differs by |\n|---|---|---|---|---|---|---|\n"
-            + "\n".join(rows)
+        kept = "checkpointed" if args.recompute else "kept"
+        page.write(
+            args.folder,
+            "memory",
+            "## Memory of a card, planned and held",
+            page.machine()
+            + f". {count / 1e9:.2f}B parameters on {cards} cards, {args.per_card} x {args.sequence} tokens a card, activations {kept}; GB a card."
+            + ("" if peak else " On the CPU nothing is measured."),
+            page.table(
+                ["strategy", "states", "activations", "working", "planned", "held", "the plan differs by"], rows
+            ),
+            f"not within 10 %: {', '.join(wrong)}" if wrong else "",
         )
-        print(text)
-        if args.markdown:
-            args.markdown.write_text(text + "\n")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        return work(options())
+    args = options()
+    return on_every_card(Path(__file__), sys.argv[1:], limit_s=args.limit_s) and 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

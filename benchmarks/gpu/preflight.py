@@ -1,34 +1,37 @@
-"""Preflight on real cards: the verdict, then the communication test with faults that are injected, as a table."""
+"""
+Preflight on real cards: what nvidia-smi says and how we read it, the verdict and its time, the communication test with faults.
 
+    python benchmarks/gpu/preflight.py FOLDER
+
+Without cards two processes with gloo, and the faults only.
+"""
+
+import json
 import os
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import page
+
+sys.path.insert(0, str(page.ROOT))
 from runner.facts import TrialEnding
 from runner.job import Job
 from runner.policy.comm import next_order
-from runner.preflight import Mission, comm_setting, comm_wish, look_at_machine
+from runner.preflight import Mission, comm_setting, comm_wish
 from runner.probes.comm import try_all
 from runner.probes.machine import read_cards, visible
-from runner.probes.smi import read_report
 
+FLOOR_GB_PER_S, VERDICT_S = 300, 60  # of two H100 or H200 on NVLink
+READINGS = {"topo": "topo -m", "p2p": "topo -p2p r", "query": "-q"}
 FAULTS = {
-    "none": {},
-    "NCCL_P2P_DISABLE=1": {},
-    "rank 1 stops (SIGSTOP)": {"rank": 1, "what": "stop", "where": "reduce"},
-    "rank 1 sleeps before it joins": {"rank": 1, "what": "sleep", "where": "join"},
-    "rank 1 raises": {"rank": 1, "what": "raise", "where": "reduce"},
-    "rank 1 sums wrongly": {"rank": 1, "what": "wrong", "where": "reduce"},
+    "rank 1 stops (SIGSTOP)": ({"rank": 1, "what": "stop", "where": "reduce"}, TrialEnding.SILENT),
+    "rank 1 sleeps before it joins": ({"rank": 1, "what": "sleep", "where": "join"}, TrialEnding.SILENT),
+    "rank 1 raises": ({"rank": 1, "what": "raise", "where": "reduce"}, TrialEnding.ERROR),
+    "rank 1 sums wrongly": ({"rank": 1, "what": "wrong", "where": "reduce"}, TrialEnding.WRONG),
 }
-EXPECTED = (
-    TrialEnding.GOOD,
-    TrialEnding.GOOD,
-    TrialEnding.SILENT,
-    TrialEnding.SILENT,
-    TrialEnding.ERROR,
-    TrialEnding.WRONG,
-)
 
 
 def mission(folder: Path) -> Mission:
@@ -41,36 +44,116 @@ def mission(folder: Path) -> Mission:
         num_cards=cards,
         run_dir=folder / "run",
         workdir=folder,
-        env=dict(os.environ),
+        env={**os.environ, **page.environment()},
     )
 
 
-def main(folder: Path) -> int:
-    asked = mission(folder)
-    started = time.monotonic()
-    for finding in look_at_machine(asked):
-        print(f"{finding.severity:<8} {finding.name:<14} {finding.message}")
-    print(f"all of preflight took {time.monotonic() - started:.1f} s\n")
-    setting = comm_setting(asked)
-    rows = ["| injected | found | named | bus bandwidth at the largest size | took |", "|---|---|---|---|---|"]
-    failed = 0
-    for (name, fault), expected in zip(FAULTS.items(), EXPECTED, strict=True):
-        env = {"NCCL_P2P_DISABLE": "1"} if "=" in name else {}
-        order = next_order((), setting)
-        assert order is not None
-        (trial,) = try_all(comm_wish(asked, fault=fault), order.groups, env, limit_s=60)
-        speed = f"{trial.speeds[-1][1]:.1f} GB/s" if trial.speeds else "-"
-        failed += trial.ending is not expected
-        rows.append(
-            f"| {name} | {trial.ending}: {trial.message or 'well'} | {trial.silent or '-'} | {speed} | {trial.took_s:.1f} s |"
+def explained(folder: Path) -> dict:
+    """What `explain` makes of each reading, which stay in the folder for whoever wants them."""
+    found = {}
+    for name, words in READINGS.items():
+        path = folder / f"{name}.txt"
+        path.write_text(page.ask("nvidia-smi", *words.split()))
+        argv = (sys.executable, "-m", "runner", "explain", str(path), "--json")
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=60, env=page.environment(), cwd=folder, check=False
         )
-        print(rows[-1], flush=True)
-    report = read_report()
-    names = ", ".join(sorted({card.name for card in report.cards})) if report else "no card: two processes over gloo"
-    text = "\n".join((f"{setting.num} x {names}\n", *rows, ""))
-    (folder / "preflight.md").write_text(text)
-    print(f"{failed} of {len(FAULTS)} were not as expected")
-    return 1 if failed else 0
+        try:
+            found[name] = json.loads(done.stdout)
+        except ValueError:
+            found[name] = {"error": True, "message": done.stderr[:200]}
+        (folder / f"{name}.json").write_text(json.dumps(found[name], indent=1))
+    return found
+
+
+def verdict(folder: Path) -> tuple[dict, float]:
+    """What `vramfarm-runner preflight` says, and how long that took."""
+    (folder / "train.py").write_text("import torch\n")
+    (folder / "job.yaml").write_text(
+        f"name: job\ncommand: train.py\npython: {sys.executable}\nprovider: {{kind: none}}\nlimits: {{max_duration: 1h}}\n"
+        + ("" if page.cards() else "cpu_processes: 2\n")
+    )
+    argv = (sys.executable, "-m", "runner", "preflight", "--config", "job.yaml", "--json")
+    began = time.monotonic()
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=page.environment(VRAMFARM_WORKSPACE=str(folder)),
+        cwd=folder,
+        check=False,
+    )
+    took = time.monotonic() - began
+    print(done.stderr, flush=True)
+    (folder / "verdict.json").write_text(done.stdout)
+    try:
+        return json.loads(done.stdout), took
+    except ValueError:
+        return {"verdict": f"exit code {done.returncode}: {done.stderr[:200]}", "findings": [], "reasons": []}, took
+
+
+def trial(asked: Mission, setting, env: dict, fault: dict | None):
+    order = next_order((), setting)
+    assert order is not None
+    (found,) = try_all(comm_wish(asked, fault=fault), order.groups, env, limit_s=60)
+    return found
+
+
+def row_of(name: str, found) -> list[str]:
+    speed = f"{found.speeds[-1][1]:.1f}" if found.speeds else "-"
+    row = [name, f"{found.ending}: {found.message or 'well'}", str(found.silent or "-"), speed, f"{found.took_s:.1f}"]
+    print(*row, sep=" | ", flush=True)
+    return row
+
+
+def main(folder: Path) -> int:
+    kept = folder.resolve() / "preflight"
+    kept.mkdir(parents=True, exist_ok=True)
+    wrong, names = [], page.cards()
+    on_nvlink = any("H200" in name or "H100 80GB HBM3" in name for name in names) and len(names) > 1
+    said = explained(kept) if names else {}
+    for name, found in said.items():
+        print(f"explain {name}: {json.dumps(found)[:400]}", flush=True)
+    if on_nvlink:
+        wrong += [] if said["topo"].get("link_class") == "nvlink" else [f"link class {said['topo'].get('link_class')}"]
+        wrong += [] if page.link() == "NV18" else [f"nvidia-smi topo -m says {page.link()}, not NV18"]
+        report = page.ask("nvidia-smi", "-q", "-x")
+        (kept / "smi.xml").write_text(report)
+        fabric = report.count("<state>Completed</state>")
+        wrong += [] if fabric == len(names) else [f"fabric Completed on {fabric} of {len(names)} cards"]
+    judged, took = verdict(kept)
+    for finding in judged["findings"]:
+        print(f"{finding['severity']:<8} {finding['name']:<14} {finding['message']}", flush=True)
+    wrong += [] if judged["verdict"] in {"go", "changes"} else [f"verdict {judged['verdict']}"]
+    wrong += [] if took < VERDICT_S else [f"verdict after {took:.0f} s"]
+    asked = mission(kept)
+    setting = comm_setting(asked)
+    rows = []
+    for name, env in {"nothing": {}, "NCCL_P2P_DISABLE=1": {"NCCL_P2P_DISABLE": "1"}}.items():
+        found = trial(asked, setting, env, None)
+        rows.append(row_of(name, found))
+        wrong += [] if found.ending is TrialEnding.GOOD else [f"{name}: {found.ending}"]
+        for size, speed in found.speeds:
+            print(f"    {size >> 10} KiB: {speed:.2f} GB/s", flush=True)
+        if on_nvlink and not env and found.speeds and found.speeds[-1][1] < FLOOR_GB_PER_S:
+            wrong.append(f"bus bandwidth {found.speeds[-1][1]:.0f} GB/s, at least {FLOOR_GB_PER_S} expected")
+    with ThreadPoolExecutor(len(FAULTS)) as pool:  # how fast they are says nothing: all at once
+        found_all = list(pool.map(lambda item: trial(asked, setting, {}, item[1][0]), FAULTS.items()))
+    for (name, (_, expected)), found in zip(FAULTS.items(), found_all, strict=True):
+        rows.append(row_of(name, found))
+        wrong += [] if found.ending is expected else [f"{name}: {found.ending}"]
+    reasons = "".join(f"\n- {reason}" for reason in judged["reasons"])
+    page.write(
+        folder,
+        "preflight",
+        "## Preflight and the communication test",
+        page.machine(),
+        f"Verdict: {judged['verdict']}, after {took:.1f} s, the communication test included.{reasons}",
+        page.table(["changed or injected", "found", "silent", "GB/s at the largest size", "took, s"], rows),
+        "not as expected: " + "; ".join(wrong) if wrong else "",
+    )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
