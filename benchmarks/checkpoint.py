@@ -166,6 +166,16 @@ def save(training, engine, number):
     return row
 
 
+def write_beside(training, limits):
+    """Seconds of the direct write while the training goes on, as its slowest rank has it."""
+    dist.barrier()
+    took = limits.start_writing()
+    for _ in range(LONGEST):
+        if not training.step(wants_more=took() is None):
+            break
+    return slowest({"s": took() or float("nan")}, training.device)["s"]
+
+
 def slowest(row, device):
     values = torch.tensor([float(v) for v in row.values()], dtype=torch.float64, device=device).nan_to_num(-1e9)
     dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -298,7 +308,8 @@ def main():
     say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
     results = {
         "rows": {},
-        "limits": {"copy_s": [], "write_s": [], "read_s": []},
+        "limits": {"copy_s": [], "write_s": [], "beside_s": [], "read_s": []},
+        "sums": limits.sums(),
         "warm": {},
         "memory": {},
         "restart": {},
@@ -309,6 +320,7 @@ def main():
     for number in range(arguments.rounds):
         for kind in ("copy", "write", "read"):
             results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
+        results["limits"]["beside_s"].append(write_beside(training, limits))
         limits.tidy()
         say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items()}) }")
         for engine in list(engines):
@@ -340,7 +352,10 @@ def main():
     limits.close()
     for engine in engines:
         if isinstance(engine, Ours):
-            engine.close()
+            if arguments.restarts:
+                engine.close()  # with a last save
+            results["commits"] = engine.commits()
+            say(results["commits"])
         if engine.name not in {"vramfarm", "dcp.save"} or not results["rows"].get(engine.name):
             continue
         if arguments.restarts and rank == 0:
@@ -398,6 +413,7 @@ def table(about, results):
         "|---|---|---|---|---|---|---|---|---|",
         f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | | {total / limit['copy_s'] / 1e9:.2f} | | |",
         f"| limit: direct write, fsynced | | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | yes | |",
+        f"| limit: the same while the training goes on | | | | | {spread(results['limits']['beside_s'])} | {total / limit['beside_s'] / 1e9:.2f} | yes | |",
         f"| limit: direct read | | | | | {spread(results['limits']['read_s'])} | {total / limit['read_s'] / 1e9:.2f} | | |",
     ]
     for name, rows in results["rows"].items():
@@ -413,6 +429,7 @@ def table(about, results):
             f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
             f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' or name.endswith('fsync') else 'no'} | {memory} |"
         )
+    lines += ["", f"one thread sums {results['sums'] / 1e9:.2f} GB/s", *results.get("commits", [])]
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, found in results["restart"].items():
         beyond = statistics.median(found["with"]) - statistics.median(found["without"])

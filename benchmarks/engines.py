@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from vramfarm import Checkpointer
-from vramfarm.protocol import Word
+from vramfarm.protocol import Arena, Slot, Word
 
 KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
 
@@ -117,10 +117,11 @@ class Ours(Engine):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self):
-        while not self.page[Word.SAVING_STEP]:
-            time.sleep(0.002)
-        while self.ckpt._seat.page.get(self.ckpt._seat.rank, 11) != self.page[Word.SAVING_STEP]:
-            time.sleep(0.001)  # until this rank has staged it
+        ranks, page = range(dist.get_world_size()), self.page
+        while page[Word.NUM_COMMITTED] == self.before and not (
+            page[Word.SAVING_STEP] and all(page.get(rank, Slot.ARENA_STATE) == Arena.READY for rank in ranks)
+        ):
+            time.sleep(0.001)  # until all have staged it
         self.staged_at = time.perf_counter()
         while self.page[Word.NUM_COMMITTED] == self.before:
             time.sleep(0.002)
@@ -128,6 +129,11 @@ class Ours(Engine):
 
     def close(self):
         self.ckpt.finish()
+
+    def commits(self):
+        """What the saver says of each save."""
+        log = self.folder.parent / "saver.log"
+        return [line for line in log.read_text().splitlines() if "commit step=" in line] if log.exists() else []
 
 
 class DcpSave(Engine):

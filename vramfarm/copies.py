@@ -174,7 +174,7 @@ class Copier:
         with torch.no_grad():
             self._planned(arena, layout).rehearse()
             if layout.frozen is not None:
-                frozen.sums(self._planned_frozen(layout.frozen).tensors)
+                self._planned_frozen(layout.frozen).rehearse()
 
     @property
     def is_driven(self) -> bool:
@@ -351,6 +351,11 @@ class _FrozenPlan:
 
     def remember(self) -> None:
         self._sums = frozen.sums(self.tensors)
+
+    def rehearse(self) -> None:
+        """The first look pins memory for its answer, which may stop whoever asks the device for something."""
+        sums = frozen.sums(self.tensors)
+        frozen.differing(self._keys, self.tensors, sums, sums)
 
     def look(self, after: _Copy | None = None) -> Callable[[], set[str]]:
         """Sum again, beside the training. Return what waits for that and says which of them differ."""

@@ -149,6 +149,7 @@ class Saver:
         self._pool = ThreadPoolExecutor(max_workers=page.num_ranks)
         self._populating: dict[int, Populating] = {}
         self._free_bytes: int | None = None
+        self._shards_s = 0.0  # of the save that was written last
         self._taking = threading.Lock()
 
     def run(self) -> None:
@@ -252,7 +253,8 @@ class Saver:
         page[Word.COMMITTED_STEP] = save.step
         page[Word.NUM_COMMITTED] += 1
         say(
-            f"commit step={save.step} shards={len(manifest.shards)} bytes={manifest.size_bytes} {save.reason.name.lower()}"
+            f"commit step={save.step} shards={len(manifest.shards)} bytes={manifest.size_bytes} {save.reason.name.lower()}, "
+            f"{page[Word.SAVE_NS] / 1e9:.3f}s, of it {self._shards_s:.3f}s for the shards"
         )
         self._due_at = save.started + self._orders.interval_s
         if save.reason is Reason.LEAVE and not self._conclude(EndRecord("left", save.step)):
@@ -330,7 +332,9 @@ class Saver:
             if why := folder.want_of_room(self._orders.directory, size):
                 raise SaveError(why)  # noqa: TRY301  # cleaned up below
             temporary.mkdir()
+            started = time.monotonic()
             written = self._write_shards(save, temporary, staged, held)
+            self._shards_s = time.monotonic() - started
             self._expect_cover([temporary / shard.path for shard in written])
             manifest = self._manifest(save, identity, written, staged)
             folder.commit(temporary, manifest)

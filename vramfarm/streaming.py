@@ -6,6 +6,7 @@ The rule: no byte reaches a tensor before its chunk was verified, and each chunk
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,7 +15,7 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,8 @@ def read_all(runs: Sequence[Run]) -> None:
         for chunk in range(run.begin // _CHUNK, -(-end // _CHUNK)):
             work[run.path, chunk].append((run, max(run.begin, chunk * _CHUNK), min(end, (chunk + 1) * _CHUNK)))
     files = {run.path: _Source(run) for run in runs}
-    is_cuda = any(run.to.device.type == "cuda" for run in runs)
-    buffers = _Buffers(is_cuda=is_cuda)
+    streams = {one: torch.cuda.current_stream(one) for one in {run.to.device for run in runs} if one.type == "cuda"}
+    buffers = _Buffers(streams)
 
     def bring(item: tuple[tuple[Path, int], list[tuple[Run, int, int]]]) -> None:
         (path, chunk), parts = item
@@ -69,7 +70,8 @@ def read_all(runs: Sequence[Run]) -> None:
         files[path].read(chunk, buffer.raw)
         for run, begin, end in parts:
             piece = buffer.tensor[begin - chunk * _CHUNK : end - chunk * _CHUNK]
-            run.to[begin - run.begin : end - run.begin].copy_(piece)
+            with _on(streams.get(run.to.device)):
+                run.to[begin - run.begin : end - run.begin].copy_(piece)
 
     pool = ThreadPoolExecutor(_num_readers())
     try:
@@ -79,6 +81,11 @@ def read_all(runs: Sequence[Run]) -> None:
         pool.shutdown(cancel_futures=True)
         for file in files.values():
             file.close()
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """A thread has a current stream of its own, and memory that was used before is free in the order of the caller's."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _num_readers() -> int:
@@ -132,13 +139,14 @@ class _Buffer:
 class _Buffers:
     """One buffer a thread; pinned where the bytes go on to a device."""
 
-    def __init__(self, *, is_cuda: bool) -> None:
-        self._is_cuda = is_cuda
+    def __init__(self, streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
+        self._stream = next(iter(streams.values()), None)
         self._local: Any = threading.local()
 
     def mine(self) -> _Buffer:
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = _pinned() if self._is_cuda else _plain()
+            with _on(self._stream):  # pinned through this device: asked of another one it would take that one's memory
+                self._local.buffer = _plain() if self._stream is None else _pinned()
         return self._local.buffer  # type: ignore[no-any-return]  # set above
 
 

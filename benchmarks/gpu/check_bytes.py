@@ -1,19 +1,27 @@
 """
 What is saved equals the tensors at the save's step, bit for bit, while training goes on at full speed.
 
-    torchrun --nproc-per-node 2 benchmarks/gpu/check_bytes.py FOLDER
+    python benchmarks/gpu/check_bytes.py FOLDER [--cases fsdp2 "no protection"] [--limit-s 90]
 
-Each case trains with almost no work between two optimizer steps, so a copy that is not protected is torn: the last
-case takes the protection away, and must go wrong for the others to mean anything.
+Each case trains with almost no work between two optimizer steps, so a copy that is not protected is torn: one case
+takes the protection away, and must go wrong for the others to mean anything. Without cards nothing is hidden, and
+cases that need a card are left out.
 """
 
+import argparse
 import os
+import shutil
 import sys
 import time
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from drive import end, launch, torchrun
+from model import about, join
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -21,14 +29,17 @@ from vramfarm import Checkpointer, copies, folder, staging
 from vramfarm.loading import Reader
 from vramfarm.protocol import Word
 
-DIM, LAYERS = 2048, 6
-STEPS = 60
+HAS_CARD = torch.cuda.is_available()
+DIM, LAYERS = (2048, 4) if HAS_CARD else (512, 4)
+STEPS = 36
+SAVES = 6  # asked for
+KEPT = 12  # steps whose tensors are kept, and no fewer than until their save is written
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, 2 * DIM) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(DIM, 2 * DIM) for _ in range(layers))
         self.norm = nn.BatchNorm1d(2 * DIM)
         self.gain = nn.Parameter(torch.ones(3, 5).t())  # with holes in memory
 
@@ -69,33 +80,41 @@ def differences(stored, history, live):
 
 def train(
     path,
+    device,
     *,
+    layers=LAYERS,
     shard=False,
     compiled=False,
     accumulate=1,
     kind="foreach",
     between=None,
     average=False,
+    frozen=False,
+    staged="full",
     sabotage=False,
 ):
     torch.manual_seed(0)
-    model = Net().cuda()
+    model = Net(layers).to(device)
+    if frozen:
+        for layer in model.layers[::2]:
+            layer.requires_grad_(False)
     if shard:
-        model.gain = nn.Parameter(torch.ones(5))
+        model.gain = nn.Parameter(torch.ones(5, device=device))
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
     bare = model
     if compiled:
         model = torch.compile(model)
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, **{kind: True})
+    trained = [p for p in bare.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, **{kind: True})
     ema = torch.optim.swa_utils.AveragedModel(bare) if average else None
-    ckpt = Checkpointer(model, optimizer, ema=ema, dir=path, save_interval="24h", keep_last=50)
+    ckpt = Checkpointer(model, optimizer, ema=ema, dir=path, save_interval="24h", keep_last=50, staging=staged)
     if sabotage:
         unprotect(ckpt._copier, optimizer)
     history = {}
     page = ckpt._seat.page
-    x = torch.randn(64, DIM, device="cuda")
+    x = torch.randn(64, DIM, device=device)
     asked = 0
     more = [("ema", ema)] if average else []
     while ckpt.start_step < STEPS:
@@ -110,12 +129,12 @@ def train(
         ckpt.step()
         if between:
             between(bare, ckpt.start_step)
-        if ckpt._is_warm and asked < 12:
+        if ckpt._is_warm and asked < SAVES:
             ckpt.save()  # again and again: while one is written, too
             asked += 1
         if not ckpt._seat.is_copying():
             time.sleep(0.06)  # let the writer get on, but never between a save and the next optimizer's step
-        for step in [s for s in history if s < ckpt.start_step - 14]:
+        for step in [s for s in history if s < ckpt.start_step - KEPT]:
             if step not in {s.manifest.step for s in folder.committed(path)} and step != page[Word.SAVING_STEP]:
                 del history[step]
     ckpt.wait()
@@ -126,7 +145,14 @@ def train(
         (s.manifest.step, differences(s, history, live)) for s in folder.committed(path) if s.manifest.step in history
     ]
     hidden = ckpt._copier._hide
-    return {"checked": len(wrong), "wrong": [w for w in wrong if w[1]], "failed": failed, "said": said, "hide": hidden}
+    return {
+        "checked": len(wrong),
+        "wrong": {step: names for step, names in wrong if names},
+        "failed": failed,
+        "said": said,
+        "hidden": hidden and staged == "full" and HAS_CARD,
+        "linked": any(shard.path.startswith("frozen-") for s in folder.committed(path) for shard in s.manifest.shards),
+    }
 
 
 def unprotect(copier, optimizer):
@@ -154,35 +180,145 @@ def exchange(model, step):
             layer.weight.data = layer.weight.data.clone()
 
 
+@dataclass(frozen=True)
+class Case:
+    """`torn`: it must go wrong. `gives_up`: saves that cannot be right are given up, the others are right."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    torn: bool = False
+    gives_up: bool = False
+    needs_card: bool = False
+
+
 CASES = {
-    "foreach": {},
-    "fused": {"kind": "fused"},
-    "capturable": {"kind": "capturable"},
-    "fsdp2": {"shard": True},
-    "fsdp2 fused compiled": {"shard": True, "kind": "fused", "compiled": True},
-    "compiled, accumulated": {"compiled": True, "accumulate": 3},
-    "average": {"average": True},
-    "data exchanged": {"between": exchange},
-    "weights clamped outside the optimizer": {"between": clamp},
-    "no protection": {"sabotage": True},
+    "foreach": Case(),
+    "no protection": Case({"sabotage": True, "layers": 16}, torn=True, needs_card=True),
+    "fsdp2": Case({"shard": True}),
+    "half of the weights frozen": Case({"frozen": True}),
+    "half frozen, fsdp2": Case({"frozen": True, "shard": True}),
+    "chunked": Case({"staged": "chunked"}),
+    "chunked, half frozen, fsdp2": Case({"staged": "chunked", "frozen": True, "shard": True}),
+    "weights clamped outside the optimizer": Case({"between": clamp}, gives_up=True, needs_card=True),
+    "data exchanged": Case({"between": exchange}),
+    "average": Case({"average": True}),
+    "fused": Case({"kind": "fused"}),
+    "capturable": Case({"kind": "capturable"}, needs_card=True),
+    "compiled, accumulated": Case({"compiled": True, "accumulate": 3}, needs_card=True),
+    "fsdp2 fused compiled": Case({"shard": True, "kind": "fused", "compiled": True}, needs_card=True),
 }
 
 
-def main():
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    for name, options in CASES.items():
-        try:
-            found = train(Path(sys.argv[1]) / name.replace(" ", "-"), **options)
-        except Exception as error:  # noqa: BLE001  # the other cases count, too
-            import traceback
+def run(case, path, device):
+    check = copies._Copy._check
+    try:
+        return train(path, device, **case.options)
+    except Exception as error:  # noqa: BLE001  # the other cases count, too
+        traceback.print_exc()
+        return {"error": repr(error)[:200]}
+    finally:
+        copies._Copy._check = check
 
-            traceback.print_exc()
-            found = repr(error)[:300]
-        print(f"rank {rank}: {name}: {found}", flush=True)
+
+def problem(case, found):
+    """What is not as it must be, from what all ranks found; empty if nothing is."""
+    if errors := [one["error"] for one in found if "error" in one]:
+        return errors[0]
+    wrong = [f"step {step}: {len(names)} tensors" for one in found for step, names in one["wrong"].items()]
+    if case.torn:
+        return "" if wrong else "nothing was torn, so the other cases prove nothing"
+    few = min(one["checked"] for one in found) < (1 if case.gives_up else 2)
+    complaints = {
+        f"differ: {', '.join(wrong)}": bool(wrong),
+        "too few checkpoints to speak of": few,
+        "no save was given up": case.gives_up and not found[0]["failed"],
+        "the frozen weights are in no file of their own": case.options.get("frozen") and not found[0]["linked"],
+        "the copy was not hidden": HAS_CARD
+        and not (found[0]["hidden"] or case.gives_up or case.options.get("staged") == "chunked"),
+    }
+    return "; ".join(text for text, is_so in complaints.items() if is_so)
+
+
+def row(name, found, text, seconds):
+    if any("error" in one for one in found):
+        return f"| {name} | | | | | {text.replace('|', '/')} |"
+    checked, torn = (sum(one["checked"] for one in found), sum(len(one["wrong"]) for one in found))
+    hidden = "yes" if all(one["hidden"] for one in found) else "no"
+    print(f"{name}: {seconds:.1f} s: {found}", flush=True)
+    return f"| {name} | {hidden} | {checked} | {torn} | {found[0]['failed']} | {text or 'as it must be'} |"
+
+
+def main():
+    arguments = parse_arguments()
+    if "RANK" not in os.environ:
+        sys.exit(start(arguments))
+    device, began = join(), time.monotonic()
+    rows, failures, late = [], [], []
+    for name in arguments.cases or CASES:
+        case = CASES[name]
+        over = torch.tensor([float(time.monotonic() - began > arguments.limit_s - 12)])
+        dist.all_reduce(over)
+        if (case.needs_card and not HAS_CARD) or over.item():
+            late.append(name)
+            continue
+        started, path = time.monotonic(), Path(arguments.folder) / "bytes" / name.replace(" ", "-")
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, run(case, path, device))
+        text = problem(case, found)
+        failures += [f"{name}: {text}"] if text else []
+        if dist.get_rank() == 0:
+            rows.append(row(name, found, text, time.monotonic() - started))
+            shutil.rmtree(path, ignore_errors=True)
         dist.barrier()
-    os._exit(0)
+    if dist.get_rank() == 0:
+        write(arguments, rows, failures, late)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(bool(failures))
+
+
+def write(arguments, rows, failures, late):
+    text = [
+        about(),
+        "",
+        "| case | copied beside the training | checkpoints compared, both ranks | of them torn | saves given up | |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        *([f"left out: {', '.join(late)}"] if late else []),
+        *(f"FAILED: {one}" for one in failures),
+    ]
+    (Path(arguments.folder) / "check_bytes.md").write_text("\n".join(text) + "\n")
+    print("\n".join(text), flush=True)
+
+
+def start(arguments):
+    """Both ranks, with a bound: one that waits for another that failed would wait for ten minutes."""
+    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(Path(arguments.folder) / "bytes", ignore_errors=True)
+    log = Path(arguments.folder) / "check_bytes.log"
+    log.unlink(missing_ok=True)
+    process = launch(torchrun(2, "check_bytes.py", sys.argv[1:]), log)
+    until, at = time.monotonic() + arguments.limit_s + 30, 0
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.5)
+        at = _pass_on(log, at)
+    end(process, 5)
+    _pass_on(log, at)
+    return int(process.returncode != 0)
+
+
+def _pass_on(log, at):
+    raw = log.read_bytes()[at:]
+    print(raw.decode(errors="replace"), end="", flush=True)
+    return at + len(raw)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), metavar="CASE", help="; ".join(CASES))
+    parser.add_argument("--limit-s", type=float, default=90 if HAS_CARD else 300)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

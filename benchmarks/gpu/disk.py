@@ -1,0 +1,179 @@
+"""
+What the disk gives to two writers and two readers at once, and what our shard writer makes of it. No torch, no card.
+
+    python benchmarks/gpu/disk.py FOLDER [--gb 2] [--rounds 3] [--limit-s 50]
+
+In turns, in one run: direct writes of plain memory with 1 to 16 pieces in flight, the same of a memory file, as the
+saver has it, our writer (checksums, fsync) with 4 and more pieces in flight; then direct reads. Also how fast one
+thread sums.
+"""
+
+import argparse
+import mmap
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from vramfarm import memory as arenas
+from vramfarm import writing
+
+PIECE = 8 << 20
+WRITERS = 2
+DIRECT = os.O_DIRECT  # 0 where the filesystem has none
+
+
+def filled(view):
+    """Bytes that no disk and no host can make little of."""
+    tile = os.urandom(min(len(view), 128 << 20))
+    for at in range(0, len(view), len(tile)):
+        part = view[at : at + len(tile)]
+        part[:] = tile[: len(part)]
+        part[:8] = at.to_bytes(8, "little")
+    return view
+
+
+def put(fd, view, at):
+    while view:
+        count = os.pwrite(fd, view, at)
+        view, at = view[count:], at + count
+
+
+def get(fd, view, at):
+    while view:
+        count = os.preadv(fd, [view], at)
+        view, at = view[count:], at + count
+
+
+def raw_write(path, view, depth):
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, len(view))
+    with ThreadPoolExecutor(depth) as pool:
+        list(pool.map(lambda at: put(fd, view[at : at + PIECE], at), range(0, len(view), PIECE)))
+    os.fsync(fd)
+    os.close(fd)
+
+
+def raw_read(path, view, depth):
+    fd = os.open(path, os.O_RDONLY | DIRECT)
+    with ThreadPoolExecutor(depth) as pool:
+        list(pool.map(lambda at: get(fd, view[at : at + PIECE], at), range(0, len(view), PIECE)))
+    os.close(fd)
+
+
+def ours(path, view, depth):
+    writing._idle.clear()
+    writing.IN_FLIGHT = depth
+    writing.write_shard(path, view, len(view))
+
+
+def work(number, folder, size, *, orders, barrier, answers):
+    """One writer: does what all do, at the same time."""
+    plain = filled(memoryview(mmap.mmap(-1, size)))
+    arena = arenas.StagingMemory(size)
+    filled(arenas.populate_arena(os.getpid(), arena.fd, size))
+    started = time.perf_counter()
+    zlib.crc32(plain[: 256 << 20])
+    answers.put((number, min(size, 256 << 20) / (time.perf_counter() - started)))
+    while (order := orders.get()) is not None:
+        kind, depth = order
+        path = Path(folder) / f"disk-{number}"
+        view = plain if kind in {"plain memory", "read"} else arena.memory
+        if kind != "read":
+            path.unlink(missing_ok=True)
+            os.sync()
+        barrier.wait(60)
+        started = time.perf_counter()
+        {"read": raw_read, "ours": ours}.get(kind, raw_write)(path, view, depth)
+        barrier.wait(60)
+        answers.put((number, time.perf_counter() - started))
+    Path(folder, f"disk-{number}").unlink(missing_ok=True)
+
+
+def main():
+    arguments = parse_arguments()
+    folder, began = Path(arguments.folder), time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    global DIRECT  # noqa: PLW0603  # workers are forked with it
+    DIRECT = _direct(folder)
+    size = int(arguments.gb * 1e9) // PIECE * PIECE
+    context = multiprocessing.get_context("fork")
+    barrier, answers = context.Barrier(WRITERS), context.Queue()
+    orders = [context.Queue() for _ in range(WRITERS)]
+    workers = [
+        context.Process(
+            target=work,
+            args=(n, folder, size),
+            kwargs={"orders": orders[n], "barrier": barrier, "answers": answers},
+            daemon=True,
+        )
+        for n in range(WRITERS)
+    ]
+    for worker in workers:
+        worker.start()
+    sums = [answers.get(timeout=60)[1] for _ in workers]
+    kinds = [("plain memory", d) for d in (1, 4, 8, 16)] + [("memory file", d) for d in (4, 8)]
+    kinds += [("ours", d) for d in (4, 6, 8, 16)] + [("read", d) for d in (2, 4, 8, 16)]
+    found = {kind: [] for kind in kinds}
+    for _ in range(arguments.rounds):
+        for kind in kinds:
+            if time.monotonic() - began > arguments.limit_s:
+                break
+            for queue in orders:
+                queue.put(kind)
+            found[kind].append(max(answers.get(timeout=90)[1] for _ in workers))
+            print(f"{time.monotonic() - began:6.1f} {kind[0]}, {kind[1]}: {found[kind][-1]:.3f} s", flush=True)
+    for queue in orders:
+        queue.put(None)
+    for worker in workers:
+        worker.join(20)
+    write(folder, arguments, found, sums, WRITERS * size)
+
+
+def write(folder, arguments, found, sums, size):
+    text = [
+        f"{WRITERS} at once, {size / 1e9:.1f} GB together, {os.cpu_count()} cores; one thread sums {statistics.mean(sums) / 1e9:.2f} GB/s",
+        "",
+        "| | pieces of 8 MiB in flight, each | s, median (range) | GB/s |",
+        "|---|---|---|---|",
+    ]
+    names = {"ours": "our writer", "read": "direct read"}
+    for (kind, depth), times in found.items():
+        if times:
+            middle = statistics.median(times)
+            name = names.get(kind, f"direct write, {kind}")
+            text.append(
+                f"| {name} | {depth} | {middle:.2f} ({min(times):.2f}–{max(times):.2f}) | {size / middle / 1e9:.2f} |"
+            )
+    (folder / "disk.md").write_text("\n".join(text) + "\n")
+    print("\n".join(text), flush=True)
+
+
+def _direct(folder):
+    probe = Path(folder) / f"probe-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return 0
+    finally:
+        probe.unlink(missing_ok=True)
+    return os.O_DIRECT
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--gb", type=float, default=2, help="of each writer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=50)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
