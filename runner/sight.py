@@ -26,7 +26,7 @@ from runner.folder import RunFolder, free_bytes
 from runner.job import GuardPolicy, HangPolicy, Job
 from runner.policy import ledger
 from runner.policy.divergence import LossWatch, divergence, watch_loss
-from runner.policy.hang import Patience, Watch, judge, limit_s, look_every_s, watch
+from runner.policy.hang import Patience, Watch, cards_every_s, judge, limit_s, look_every_s, watch
 from runner.policy.straggler import Lags, straggler, watch_lags
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
@@ -39,7 +39,6 @@ from runner.supervise.triage import first_error
 from runner.supervise.trim import stored_bytes, trim
 from vramfarm.protocol import ControlPage, Word
 
-_SUSPICIOUS_S: Final = 30.0
 _LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _FIND_EVERY: Final = timedelta(seconds=2)
@@ -188,7 +187,7 @@ class HangWatch:
             self._reader = PulseReader(self._folder.attempt(attempt.number), self._cards)
         limit = limit_s(self._watch, self._policy, self._patience, last_save_s=last_save_s)
         since = self._watch.clock_s - self._watch.moved_s
-        pulse = self._reader.read(live, page, closely=since >= max(limit / 2, _SUSPICIOUS_S))
+        pulse = self._reader.read(live, page, cards_every_s=cards_every_s(since, limit))
         self._watch = watch(self._watch, pulse, self._patience)
         self._lags = watch_lags(self._lags, pulse)
         self.straggler = straggler(self._lags)

@@ -10,6 +10,7 @@ runner keeps them (one file a rank and stream, the launcher's own), and `merged.
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def main() -> int:
 
     def one(item):
         name, case = item
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
         try:
             ended = launch(case, folder / name, args.limit_s)
             return judge(name, case, folder / name, ended)

@@ -10,6 +10,7 @@ ten seconds; it trains well for some seconds, hangs, and is to be found, named, 
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -88,7 +89,8 @@ def watch_cards(seen: Watched, over: threading.Event) -> None:
 
 def run(kind: str, folder: Path, found: threading.Event, *, on_cards: bool, timeout_s: float) -> Watched:
     """The whole run; `found` is set when the hang is: from then on the cards are free for the next one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # a run that ended would go on from there
+    folder.mkdir(parents=True)
     job = JOB.format(
         failing=FAILING,
         kind=kind,

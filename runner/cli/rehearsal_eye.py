@@ -129,7 +129,7 @@ class Eye:
         if live is None:
             return None
         page = self._page.reader.page if self._page.reader else None
-        ranks = PulseReader(self._folder.attempt(last.number), Cards("")).read(live, page, closely=False).ranks
+        ranks = PulseReader(self._folder.attempt(last.number), Cards("")).read(live, page, cards_every_s=60).ranks
         if not ranks:
             return None
         with suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ class Eye:
         if live is None:
             return False
         reader = self._pulses.setdefault(attempt, PulseReader(self._folder.attempt(number), Cards("")))
-        return bool(reader.read(live, None, closely=False).progress)
+        return bool(reader.read(live, None, cards_every_s=60).progress)
 
     def _status(self) -> Mapping[str, Any]:
         with suppress(OSError, ValueError):

@@ -24,6 +24,7 @@ _FULL: Final = 90.0  # per cent of use
 _NONE: Final = 5.0
 _OFTEN_S: Final = 0.5  # between two looks
 _SELDOM_S: Final = 5.0
+_CARDS_S: Final = (5.0, 15.0, 60.0)  # between two questions to the driver: at least, when a step is late, else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Watch:
     worked_s: float = 0.0  # something was computed, read or received
     stopped_since_s: float | None = None  # a rank is stopped (SIGSTOP) since then
     healthy_w: tuple[float, ...] = ()  # power of each card while steps are made
+    judged: tuple[CardPulse, ...] = ()  # the sample that this was last learned from, or that came before training
 
 
 def watch(before: Watch, pulse: Pulse, patience: Patience) -> Watch:
@@ -96,7 +98,8 @@ def _moved(now: Watch, last: Pulse, pulse: Pulse, patience: Patience) -> Watch:
         num_steps=now.num_steps + max(_slowest(pulse.ranks) - _slowest(last.ranks), 1),
         gaps_s=(*now.gaps_s, gap)[-_MAX_GAPS:] if learns else (),
         longest_s=max(now.longest_s, gap) if learns else 0.0,
-        healthy_w=_healthy(now.healthy_w, pulse.cards) if pulse.cards != last.cards else now.healthy_w,
+        healthy_w=_healthy(now.healthy_w, pulse.cards) if learns and pulse.cards != now.judged else now.healthy_w,
+        judged=pulse.cards,
     )
 
 
@@ -180,6 +183,12 @@ def look_every_s(policy: HangPolicy) -> float:
     """Often enough for the shortest limit that can apply, and not more often than half a second."""
     shortest = min(policy.startup_timeout.total_seconds(), _of_user(policy.step_timeout) or _SELDOM_S * 10)
     return min(max(shortest / 10, _OFTEN_S), _SELDOM_S)
+
+
+def cards_every_s(since_s: float, limit: float) -> float:
+    """How often the cards are asked. Only they tell a rank that waits at full use from one that works, so soon when a step is late."""
+    often, soon, seldom = _CARDS_S
+    return min(max(limit / 4, often), soon) if since_s >= limit / 2 else seldom
 
 
 def _of_user(value: object) -> float | None:

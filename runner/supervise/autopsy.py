@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -33,6 +33,7 @@ _MAX_PROCESSES: Final = 128
 _MAX_BYTES: Final = 16 << 20
 _MAX_DUMP: Final = 64 << 20
 _ENTRIES: Final = 5
+_MAX_NAME: Final = 80
 _OF_PROC: Final = ("status", "wchan", "stack", "syscall", "limits")
 _OF_THREAD: Final = ("comm", "wchan", "stack")
 
@@ -59,18 +60,23 @@ def collect(scene: Scene) -> str:
     had += _stacks(scene, [one.pid for one in found if not one.role])
     if text := _run("nvidia-smi", "-q"):
         had += ["nvidia-smi"] if _write(scene.folder / "nvidia-smi.txt", text) else []
-    behind, told = _flight_recorder(scene)
+    recorded, told = _flight_recorder(scene)
     if told:
         had += ["flight recorder"] if _write(scene.folder / "flight-recorder.txt", told) else []
-    hang = dict(scene.hang)
-    if hang.get("rank") is None and behind is not None:
-        hang |= {
-            "rank": behind,
-            "reason": f"{hang.get('reason', '')}; rank {behind} did not come to the last collective",
-        }
+    hang = _with(recorded, scene.hang)
     raw = json.dumps(hang | {"evidence": str(scene.folder)}).encode()
     (scene.folder / HANG_FILE).write_bytes(raw)
     return ", ".join(had) or "nothing"
+
+
+def _with(recorded: Recorded, hang: Mapping[str, Any]) -> dict[str, Any]:
+    """Ranks in different collectives wait for each other, whoever seems to be behind; else who did not come is the one."""
+    if recorded.differ:
+        return {**hang, "rank": None, "differ": {str(rank): told for rank, told in recorded.differ.items()}}
+    if hang.get("rank") is not None or recorded.behind is None:
+        return dict(hang)
+    reason = f"{hang.get('reason', '')}; rank {recorded.behind} did not come to the last collective"
+    return {**hang, "rank": recorded.behind, "reason": reason}
 
 
 # --------------------------------------------------------------------------------- processes
@@ -166,16 +172,16 @@ def _write(path: Path, text: str) -> bool:
 # --------------------------------------------------------------------- NCCL's flight recorder
 
 
-def _flight_recorder(scene: Scene) -> tuple[int | None, str]:
-    """Ask every rank for its dump; return who is behind, and what the dumps say."""
+def _flight_recorder(scene: Scene) -> tuple[Recorded, str]:
+    """Ask every rank for its dump; return what the dumps say of who waits for whom, and their last collectives."""
     asked = [path for path in _pipes(scene.pipes) if _ask(path)]
     deadline = time.monotonic() + (_DUMP_WAIT_S if asked else 0)
-    while len(_dumps(scene.logs)) < len(asked) and time.monotonic() < deadline:
+    told = _read_dumps(scene.logs)
+    while len(told) < len(asked) and time.monotonic() < deadline:
         time.sleep(0.1)
-    told = {rank: parse_dump(path) for rank, path in _dumps(scene.logs).items()}
-    known = {rank: entries for rank, entries in told.items() if entries}
-    lines = [f"rank {rank}: {_last(entries)}" for rank, entries in sorted(known.items())]
-    return who_is_behind(known), "\n".join(lines)
+        told |= {rank: entries for rank, entries in _read_dumps(scene.logs).items() if rank not in told}
+    lines = [f"rank {rank}: {_last(entries)}" for rank, entries in sorted(told.items())]
+    return compare(told), "\n".join(lines)
 
 
 def _pipes(stem: str) -> list[Path]:
@@ -193,9 +199,11 @@ def _ask(pipe: Path) -> bool:
     return False
 
 
-def _dumps(logs: Path) -> dict[int, Path]:
+def _read_dumps(logs: Path) -> dict[int, list[Mapping[str, Any]]]:
+    """By rank. One that is still being written says nothing yet."""
     found = {path.name.removeprefix(DUMP): path for path in logs.glob(f"{DUMP}*")}
-    return {int(rank): path for rank, path in found.items() if rank.isdecimal()}
+    told = {int(rank): parse_dump(path) for rank, path in found.items() if rank.isdecimal()}
+    return {rank: entries for rank, entries in told.items() if entries}
 
 
 class _Plain(pickle.Unpickler):
@@ -217,17 +225,57 @@ def parse_dump(path: Path) -> list[Mapping[str, Any]]:
         return []
 
 
-def who_is_behind(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> int | None:
-    """The one rank that came to fewer collectives than all others."""
-    reached = {rank: max((_sequence(entry) for entry in entries), default=0) for rank, entries in told.items()}
-    fewest = min(reached.values(), default=0)
-    behind = [rank for rank, sequence in reached.items() if sequence == fewest]
-    return behind[0] if len(behind) == 1 and len(reached) > 1 else None
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What dumps say: the one rank that came to fewer collectives, or what each is in where that differs."""
+
+    behind: int | None = None
+    differ: Mapping[int, str] = field(default_factory=dict)
+
+
+def compare(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> Recorded:
+    """Ranks of one group count its collectives alike: under one number all must be in the same."""
+    groups: dict[str, dict[int, dict[int, Mapping[str, Any]]]] = {}
+    for rank, entries in told.items():
+        for entry in entries:
+            if not entry.get("is_p2p"):
+                groups.setdefault(_group(entry), {}).setdefault(rank, {})[_sequence(entry)] = entry
+    shared = [by_rank for by_rank in groups.values() if len(by_rank) > 1]
+    for by_rank in shared:
+        if differ := _differ(by_rank):
+            return Recorded(differ=differ)
+    late = (_behind(by_rank) for by_rank in shared)
+    return Recorded(behind=next((rank for rank in late if rank is not None), None))
+
+
+def _differ(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> dict[int, str]:
+    known = set.intersection(*(set(entries) for entries in by_rank.values()))
+    for sequence in sorted(known):
+        told = {rank: _operation(entries[sequence]) for rank, entries in sorted(by_rank.items())}
+        if len(set(told.values())) > 1:
+            return told
+    return {}
+
+
+def _behind(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> int | None:
+    reached = {rank: max(entries) for rank, entries in by_rank.items()}
+    behind = [rank for rank, sequence in reached.items() if sequence == min(reached.values())]
+    return behind[0] if len(behind) == 1 else None
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("process_group", ""))
 
 
 def _sequence(entry: Mapping[str, Any]) -> int:
     value = entry.get("collective_seq_id", entry.get("seq_id", 0))
     return value if isinstance(value, int) else 0
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    """What must be the same on all ranks: the collective, and of one that adds up also the sizes."""
+    name = str(entry.get("profiling_name", "")).partition(":")[2][:_MAX_NAME]
+    return f"{name} of {str(entry.get('input_sizes'))[:_MAX_NAME]}" if name == "all_reduce" else name
 
 
 def _last(entries: Sequence[Mapping[str, Any]]) -> str:

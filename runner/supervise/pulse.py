@@ -25,8 +25,6 @@ from vramfarm.protocol import ControlPage, Phase, Slot
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _TAIL_BYTES: Final = 4096
-_CARDS_EVERY_S: Final = 60.0
-_CARDS_SOON_S: Final = 15.0
 _EVALUATION: Final = re.compile(r"(?i)\b(?:eval(?:uat\w+)?|valid(?:at\w+)?|testing|benchmark\w*)\b")
 _QUESTION: Final = re.compile(r"(?:\?|\[[yYnN]/[yYnN]\]|\([yYnN]/[yYnN]\)|:|>>?)\s*$")
 _MAX_QUESTION: Final = 200
@@ -42,8 +40,8 @@ class PulseReader:
         self._told: dict[Path, str] = {}  # the last line of each file
         self._progress, self._question, self._evaluates = "", "", False
 
-    def read(self, live: Live, page: ControlPage | None, *, closely: bool) -> Pulse:
-        """Return the signs of now; `closely`: the cards are asked more often."""
+    def read(self, live: Live, page: ControlPage | None, *, cards_every_s: float) -> Pulse:
+        """Return the signs of now; the cards are asked at most so often."""
         now = time.monotonic()
         stats = {pid: stat for pid in live.trainers if (stat := _stat(pid))}
         own = self._who(stats, page)
@@ -53,7 +51,7 @@ class PulseReader:
             at_s=now,
             stage=self._stage(page),
             ranks=tuple(_rank_pulse(rank, pid, stats, own, page) for pid, rank in sorted(own.items(), key=_by_rank)),
-            cards=self._cards.look(now, every_s=_CARDS_SOON_S if closely else _CARDS_EVERY_S),
+            cards=self._cards.look(now, every_s=cards_every_s),
             log_bytes=sum(self._sizes.values()),
             progress=self._progress,
             question=self._question,

@@ -7,7 +7,7 @@ import pytest
 
 from runner.facts import CardPulse, Pulse, RankPulse, Stage
 from runner.job import HangPolicy
-from runner.policy.hang import Patience, Watch, judge, limit_s, watch
+from runner.policy.hang import Patience, Watch, cards_every_s, judge, limit_s, watch
 
 POLICY = HangPolicy()
 PATIENCE = Patience()
@@ -122,6 +122,32 @@ def test_cards_that_are_busy_at_idle_power_wait():
     training.live(400, cores=(1.0, 1.0), use=100, watts=130)
 
     assert training.verdicts
+
+
+def test_power_before_training_is_not_that_of_training():
+    """
+    A sample from while the model was loaded would make every card that waits look busy.
+    """
+    training = Training().live(10, use=0, watts=75)
+    training.live(15, step_s=5.0, cores=(0.9, 0.9), prints=True, use=0, watts=80, stage=Stage.TRAINING)
+
+    assert () == training.watch.healthy_w
+
+    for watts in (590, 600):
+        training.live(30, step_s=5.0, cores=(0.9, 0.9), prints=True, use=100, watts=watts)
+    assert all(590 <= known <= 600 for known in training.watch.healthy_w)
+    assert 2 == len(training.watch.healthy_w)
+
+
+@pytest.mark.parametrize(
+    ("since", "limit", "every"),
+    [(0, 180, 60), (89, 180, 60), (90, 180, 15), (5, 10, 5), (14, 28, 7), (900, 1800, 15)],
+)
+def test_cards_are_asked_more_often_when_a_step_is_late(since, limit, every):
+    """
+    From half of the limit on, so that a rank that only spins is known by the time the limit is reached.
+    """
+    assert every == cards_every_s(since, limit)
 
 
 def test_the_rank_whose_card_is_idle_is_named():

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -40,10 +41,10 @@ def test_work_of_a_worker_counts_for_its_rank(run_python, reader):
     child = int(until(lambda: Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().strip()))
     both = Live(attempt_id="a", trainers=(rank.pid, child), savers=())
 
-    before = reader.read(both, None, closely=False)
-    until(lambda: reader.read(both, None, closely=False).ranks[0].cpu_s > before.ranks[0].cpu_s + 0.2, 30)
+    before = reader.read(both, None, cards_every_s=60)
+    until(lambda: reader.read(both, None, cards_every_s=60).ranks[0].cpu_s > before.ranks[0].cpu_s + 0.2, 30)
 
-    (pulse,) = reader.read(both, None, closely=False).ranks
+    (pulse,) = reader.read(both, None, cards_every_s=60).ranks
     assert (3, rank.pid, "S") == (pulse.rank, pulse.pid, pulse.state)
 
 
@@ -52,11 +53,11 @@ def test_a_stopped_rank_is_seen(run_python, reader):
     SIGSTOP shows as state T.
     """
     rank = run_python(BUSY, LOCAL_RANK="0")
-    until(lambda: reader.read(live(rank), None, closely=False).ranks[0].cpu_s > 0)
+    until(lambda: reader.read(live(rank), None, cards_every_s=60).ranks[0].cpu_s > 0)
 
     os.kill(rank.pid, 19)
 
-    until(lambda: reader.read(live(rank), None, closely=False).ranks[0].state == "T")
+    until(lambda: reader.read(live(rank), None, cards_every_s=60).ranks[0].state == "T")
 
 
 def test_steps_and_stage_come_from_the_page(run_python, reader, tmp_path):
@@ -68,7 +69,7 @@ def test_steps_and_stage_come_from_the_page(run_python, reader, tmp_path):
     for slot, value in ((Slot.PID, rank.pid), (Slot.STEP, 7), (Slot.PHASE, Phase.SAVING)):
         page.put(0, slot, value)
 
-    pulse = reader.read(live(rank), page, closely=False)
+    pulse = reader.read(live(rank), page, cards_every_s=60)
 
     assert (Stage.SAVING, 7) == (pulse.stage, pulse.ranks[0].step)
     page.close()
@@ -93,9 +94,9 @@ def test_what_logs_tell(run_python, reader, tmp_path, text, seen):
     """
     rank = run_python("import time; time.sleep(60)", LOCAL_RANK="0")
     (tmp_path / "logs" / "launcher.log").write_bytes(text.encode("latin-1"))
-    reader.read(live(rank), None, closely=False)
+    reader.read(live(rank), None, cards_every_s=60)
 
-    pulse = reader.read(live(rank), None, closely=False)
+    pulse = reader.read(live(rank), None, cards_every_s=60)
 
     assert seen == (pulse.progress, pulse.question, pulse.stage)
 
@@ -193,6 +194,87 @@ def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marke
     os.close(reading)
 
 
+def recorded(*operations, group="default_pg", first=7, sizes=((4,),), **more):
+    """Collectives as a dump has them, numbered from `first`."""
+    return [
+        {
+            "process_group": ("0", group),
+            "collective_seq_id": number,
+            "profiling_name": f"nccl:{operation}",
+            "input_sizes": [list(size) for size in sizes],
+            "state": "completed",
+            "is_p2p": False,
+            **more,
+        }
+        for number, operation in enumerate(operations, first)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param(
+            {0: recorded("all_reduce", "all_reduce"), 1: recorded("all_reduce", "_all_gather_base", "all_reduce")},
+            autopsy.Recorded(differ={0: "all_reduce of [[4]]", 1: "_all_gather_base"}),
+            id="different collectives, and who went on is not the one",
+        ),
+        pytest.param(
+            {0: recorded("all_reduce"), 1: recorded("all_reduce", sizes=((8,),))},
+            autopsy.Recorded(differ={0: "all_reduce of [[4]]", 1: "all_reduce of [[8]]"}),
+            id="different sizes",
+        ),
+        pytest.param(
+            {0: recorded("broadcast", sizes=((1,),)), 1: recorded("broadcast", sizes=((2,),))},
+            autopsy.Recorded(),
+            id="sizes of what moves data may differ",
+        ),
+        pytest.param(
+            {
+                0: [*recorded("all_reduce", group="tensor", first=90), *recorded("all_reduce", "all_reduce")],
+                1: [*recorded("all_reduce", group="data", first=3), *recorded("all_reduce")],
+            },
+            autopsy.Recorded(behind=1),
+            id="groups count for themselves",
+        ),
+        pytest.param(
+            {0: recorded("all_reduce"), 1: recorded("all_reduce"), 2: recorded("send", first=40, is_p2p=True)},
+            autopsy.Recorded(),
+            id="what two send each other is no collective",
+        ),
+        pytest.param({0: recorded("all_reduce")}, autopsy.Recorded(), id="one dump alone says nothing"),
+    ],
+)
+def test_dumps_of_ranks_are_compared(told, expected):
+    """
+    Under one number all ranks of a group must be in the same collective; else the one that came to fewer is named.
+    """
+    assert expected == autopsy.compare(told)
+
+
+def test_a_dump_that_is_still_being_written_is_waited_for(tmp_path, marker):
+    """
+    A half of it is no dump; the rest comes within seconds.
+    """
+    logs, whole = tmp_path, pickle.dumps({"entries": recorded("all_reduce", "all_reduce")})
+    fifos = [tmp_path / f"page.fr-{rank}.pipe" for rank in (0, 1)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    reading = [os.open(fifo, os.O_RDONLY | os.O_NONBLOCK) for fifo in fifos]
+    (logs / f"{autopsy.DUMP}0").write_bytes(pickle.dumps({"entries": recorded("all_reduce")}))
+    (logs / f"{autopsy.DUMP}1").write_bytes(whole[:40])
+    later = threading.Timer(0.5, (logs / f"{autopsy.DUMP}1").write_bytes, (whole,))
+    later.start()
+    scene = autopsy.Scene(
+        attempt_id=marker, logs=logs, folder=tmp_path / "e", pipes=str(tmp_path / "page.fr-"), python="", hang={}
+    )
+
+    autopsy.collect(scene)
+
+    assert 0 == json.loads((tmp_path / "e" / autopsy.HANG_FILE).read_text())["rank"]
+    for fd in reading:
+        os.close(fd)
+
+
 # -------------------------------------------------------------------------------------- triage
 
 WAITING = '  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n  File "/job/train.py", line 5 in step\n'
@@ -244,6 +326,42 @@ def test_stacks_of_py_spy_do_as_well(tmp_path):
 
     assert ("rank_stuck", 1) == (found.label, found.rank)
     assert "in read (data.py:3)" in found.summary
+
+
+def test_ranks_that_wait_at_different_places_took_different_paths(tmp_path):
+    """
+    The same collective called from two lines: each waits for the other.
+    """
+    other = WAITING.replace("line 5 in step", "line 8 in evaluate")
+
+    found = hung(tmp_path, {0: aborted(WAITING), 1: aborted(other)}, {"rank": None})
+
+    assert ("collective_mismatch", None) == (found.label, found.rank)
+    assert "rank 0 waits in all_reduce, in step (train.py:5); rank 1 waits in all_reduce, in evaluate" in found.summary
+
+
+def test_ranks_that_send_to_each_other_may_be_at_different_places(tmp_path):
+    """
+    A pipeline's stages do not take the same path: that says nothing about a hang.
+    """
+    sends = WAITING.replace("all_reduce", "send")
+    receives = WAITING.replace("all_reduce", "recv").replace("line 5 in step", "line 8 in stage")
+
+    found = hung(tmp_path, {0: aborted(sends), 1: aborted(receives)}, {"rank": None})
+
+    assert "rank_stuck" == found.label
+
+
+def test_what_the_flight_recorder_says_is_told(tmp_path):
+    """
+    On cards no stack says in which collective a rank waits: it waits for its card.
+    """
+    differ = {"0": "all_reduce of [[4]]", "1": "_all_gather_base"}
+
+    found = hung(tmp_path, {}, {"rank": None, "differ": differ})
+
+    assert ("collective_mismatch", None, "high") == (found.label, found.rank, found.confidence)
+    assert "rank 0 is in all_reduce of [[4]]; rank 1 is in _all_gather_base" in found.summary
 
 
 def test_an_error_before_the_hang_is_the_cause(tmp_path):

@@ -31,6 +31,9 @@ _TRACEBACK: Final = "Traceback (most recent call last)"
 _LAST_ERROR: Final = "Last error:"
 _FRAME: Final = re.compile(r'^\s*File ".*", line \d+, in ')
 _IN_COLLECTIVE: Final = re.compile(r"torch/distributed/|deepspeed/comm|torch/nn/parallel/distributed")
+_AT: Final = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
+_LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
+_CLOSED: Final = re.compile(r"Sending process \d+ closing signal")
 _EXCEPTION: Final = re.compile(
     r"^(?!INFO|WARNING|ERROR|DEBUG)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error|herror)(?::\s|:$|$)"
 )
@@ -71,6 +74,7 @@ class Suspect:
     weight: int = 0
     ended: bool = False
     in_collective: bool = False  # raised while waiting for others
+    place: str = ""  # of such a wait: the script's line, and the collective
     chain: int = 0  # tracebacks that were raised out of each other
     during: bool = False  # raised while another was handled
     code: int = 0  # of a death: minus the signal
@@ -82,6 +86,7 @@ class Waited:
 
     line: LogLine
     how: str  # watchdog, gloo, heartbeat or store
+    place: str = ""  # the script's line, and the collective
     seq: str = ""
     operation: str = ""
     size: str = ""
@@ -107,6 +112,7 @@ class Evidence:
     exit_lines: dict[int, LogLine] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     talked: set[int] = field(default_factory=set)  # ranks that said anything about an error
+    num_closed: int = 0  # ranks that the launcher asked to end
     progress: list[LogLine] = field(default_factory=list)
     signs: dict[str, LogLine] = field(default_factory=dict)
     memory_gb: list[float] = field(default_factory=list)  # of the host, on lines with a step
@@ -185,6 +191,7 @@ class _Reader:
             return True
         if _TEARDOWN.search(text):
             self._teardowns.append(line.number)
+            self._seen.num_closed += _CLOSED.search(text) is not None
         if match := _FAILED.search(text):
             self._ended(int(match["rank"]), int(match["code"]), line)
             return True
@@ -236,7 +243,7 @@ class _Reader:
         if not state.open:
             return False
         if text[:1] in {" ", "\t", "│", "╭", "╰"} or not text:
-            state.in_collective = state.in_collective or _IN_COLLECTIVE.search(text) is not None
+            state.see(text)
             return True
         if not _EXCEPTION.match(text):
             state.strangers += 1
@@ -252,13 +259,14 @@ class _Reader:
             self._chain += 1
             state.chain, state.during = self._chain, False
         state.open, state.linked, state.in_collective, state.strangers = True, False, False, 0
+        state.own = state.operation = ""
 
     def _exception(self, line: LogLine, state: _Traceback) -> None:
         if NOISE.search(line.text):
             return
         kind, label, weight = recognise(line.text) or (Kind.ERROR, "user_exception", 1)
         if kind is Kind.WAIT:
-            self._waited(line)
+            self._waited(line, state.place)
             return
         self._add(
             line,
@@ -267,6 +275,7 @@ class _Reader:
             weight=weight,
             ended=True,
             in_collective=state.in_collective,
+            place=state.place,
             chain=state.chain,
             during=state.during,
         )
@@ -300,7 +309,7 @@ class _Reader:
         if len(self._suspects) > 2 * _MAX_SUSPECTS:
             del self._suspects[_MAX_SUSPECTS]
 
-    def _waited(self, line: LogLine) -> None:
+    def _waited(self, line: LogLine, place: str = "") -> None:
         how = next(name for name, pattern in WAITS if pattern.search(line.text))
         match = WATCHDOG.search(line.text)
         told = match.groupdict(default="") if match else {}
@@ -308,6 +317,7 @@ class _Reader:
             Waited(
                 line=line,
                 how=how,
+                place=place,
                 seq=told.get("seq", ""),
                 operation=told.get("op", ""),
                 size=told.get("numel", ""),
@@ -357,6 +367,24 @@ class _Traceback:
     in_collective: bool = False
     strangers: int = 0  # lines of others in between
     chain: int = 0
+    own: str = ""  # the last line of the script
+    operation: str = ""  # the first function of torch.distributed
+
+    def see(self, text: str) -> None:
+        """Frames come from the outermost on."""
+        is_of_torch = _IN_COLLECTIVE.search(text) is not None
+        self.in_collective = self.in_collective or is_of_torch
+        if not (match := _AT.match(text)):
+            return
+        if not _LIBRARY.search(match["file"]):
+            self.own, self.operation = f"{match['file']}:{match['line']}", ""
+        elif is_of_torch and match["name"] != "wrapper":
+            self.operation = self.operation or match["name"]
+
+    @property
+    def place(self) -> str:
+        """Where a rank waits for others: those who wait for each other are at the same place."""
+        return f"{self.own} {self.operation}" if self.in_collective else ""
 
 
 def recognise(text: str) -> tuple[Kind, str, int] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|/v
 _COLLECTIVE: Final = re.compile(r"torch/distributed/|torch/nn/parallel/distributed|deepspeed/comm")
 _BACKWARD: Final = re.compile(r"torch/autograd/|torch/_tensor\.py")
 _LOADER: Final = re.compile(r"torch/utils/data/")
+_P2P: Final = re.compile(r"^(?:send|recv|batch_isend)")
 _OPERATION: Final = re.compile(r"^(?:all_|broadcast|barrier|reduce|gather|scatter|send|recv|batch_isend|monitored)")
 
 
@@ -88,10 +89,16 @@ def explain(hang: Mapping[str, Any], seen: Evidence, sources: Sequence[Sequence[
     places = {place.rank: place for place in _places(hang, sources)}
     rank, why = _who(hang, places)
     chosen = Chosen(label="rank_stuck", rank=rank, confidence="high" if rank is not None else "medium")
-    operations = {place.operation for place in places.values() if place.operation}
-    if rank is None and len(operations) > 1 and all(place.waits for place in places.values()):
+    if differ := _differ(hang):
+        chosen = replace(chosen, label="collective_mismatch", rank=None, confidence="high")
+        why = "; ".join(f"rank {rank} is in {told}" for rank, told in differ.items())
+    elif rank is None and _are_apart(places.values()):
         chosen = replace(chosen, label="collective_mismatch", confidence="high")
-        why = "; ".join(f"rank {r} waits in {p.operation or 'another place'}" for r, p in sorted(places.items()))
+        why = "; ".join(
+            f"rank {r} waits in {p.operation or 'another place'}{_at(p)}" for r, p in sorted(places.items())
+        )
+        first = places[min(places)].own
+        return replace(chosen, line=first.told if first else None), _tell(hang, why)
     elif "wandb" in str(hang.get("question", "")):
         chosen = replace(chosen, label="wandb_prompt")
     elif not seen.progress and hang.get("cards_wait") and not hang.get("step"):
@@ -99,12 +106,31 @@ def explain(hang: Mapping[str, Any], seen: Evidence, sources: Sequence[Sequence[
         chosen = replace(chosen, label=label or chosen.label)
     place = places.get(rank if rank is not None else min(places, default=-1))
     own = place.own if place else None
-    where = f"in {own.name} ({Path(own.file).name}:{own.line})" if own else ""
-    told = ", ".join(filter(None, (why, where)))
-    return (
-        replace(chosen, line=own.told if own else None),
-        f"hang: {f'{told}; ' if told else ''}{hang.get('reason', '')}; see {hang.get('evidence', 'the logs')}",
-    )
+    return replace(chosen, line=own.told if own else None), _tell(hang, why, _at(place))
+
+
+def _tell(hang: Mapping[str, Any], why: str, where: str = "") -> str:
+    told = f"{why}{where}".removeprefix(", ")
+    return f"hang: {f'{told}; ' if told else ''}{hang.get('reason', '')}; see {hang.get('evidence', 'the logs')}"
+
+
+def _at(place: Place | None) -> str:
+    own = place.own if place else None
+    return f", in {own.name} ({Path(own.file).name}:{own.line})" if own else ""
+
+
+def _are_apart(places: Collection[Place]) -> bool:
+    """All wait for others, and not at the same place of the script; those that send to each other may."""
+    if any(not place.waits or _P2P.match(place.operation) for place in places):
+        return False
+    known = {place.operation for place in places if place.operation}
+    return len(known) > 1 or (bool(known) and len({_at(place) for place in places}) > 1)
+
+
+def _differ(hang: Mapping[str, Any]) -> dict[str, str]:
+    """The collective of each rank, where NCCL's flight recorder has different ones under one number."""
+    told = hang.get("differ")
+    return {str(rank): str(what) for rank, what in told.items()} if isinstance(told, dict) else {}
 
 
 def _earlier(suspects: Sequence[Suspect], cut: Mapping[int, int]) -> Chosen | None:

@@ -69,7 +69,9 @@ def waited(seen: Evidence) -> Chosen | None:
     by_kind = {how: [w for w in seen.waits if w.how == how] for how in ("watchdog", "gloo", "store", "heartbeat")}
     if waits := by_kind["watchdog"]:
         return _in_collective(waits, seen)
-    if waits := by_kind["gloo"]:
+    if (waits := by_kind["gloo"]) and _are_apart(waits, seen):
+        return Chosen(label="collective_mismatch", line=waits[0].line, confidence="medium")
+    if waits:
         return Chosen(label="rank_stuck", line=waits[0].line, rank=_missing(waits, seen), confidence="medium")
     if waits := by_kind["store"]:
         return _for_store(waits, seen)
@@ -89,10 +91,10 @@ def silent(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
 
 
 def _left_early(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
-    """A table that lists even those that were terminated leaves out only who exited with 0."""
-    if _TERMINATED not in seen.exits.values() or not suspects:
+    """Who is not in the table, and was not ended by the launcher, exited with 0. A newer table lists those that were ended, too."""
+    if not suspects or not seen.exits or (seen.num_closed and _TERMINATED not in seen.exits.values()):
         return None
-    left = set(range(max(seen.exits))) - set(seen.exits)
+    left = (seen.ranks | set(range(max(seen.exits)))) - set(seen.exits)
     if len(left) != 1:
         return None
     return Chosen(label="uneven_data", line=suspects[0].line, rank=left.pop(), confidence="low")
@@ -161,6 +163,13 @@ def _missing(waits: Sequence[Waited], seen: Evidence) -> int | None:
     arrived = {w.line.rank for w in waits if w.line.rank is not None}
     missing = seen.ranks - arrived
     return next(iter(missing)) if arrived and len(missing) == 1 else None
+
+
+def _are_apart(waits: Sequence[Waited], seen: Evidence) -> bool:
+    """Every rank says that it waited for another, and not all did at the same place: they took different paths."""
+    others = ((s.line.rank, s.place) for s in seen.suspects if s.kind is Kind.ECHO and s.place)
+    places = {rank: place for rank, place in (*((w.line.rank, w.place) for w in waits), *others) if rank is not None}
+    return len(places) > 1 and set(places) == seen.ranks and "" not in places.values() and len(set(places.values())) > 1
 
 
 def _for_store(waits: Sequence[Waited], seen: Evidence) -> Chosen:
