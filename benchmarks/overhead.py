@@ -5,7 +5,7 @@ beside eight ranks that print a thousand lines a second each.
     python benchmarks/overhead.py [--ranks 8] [--lines 1000] [--seconds 60]
 
 The ranks are started by real torchrun and print as training scripts do; what they use
-themselves is shown beside, as is the launcher. The first ten seconds, start-up, do not count.
+themselves is shown beside, as is the launcher. Start-up, until ten seconds after the last rank began, does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-START_UP_S = 10.0
+START_UP_S = 10.0  # after the ranks are there
+PATIENCE_S = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 PRINTER = """
 import sys, time
@@ -80,8 +81,12 @@ def who(command: str) -> str:
     return next((name for mark, name in known.items() if mark in command), "other")
 
 
-def measure(pid: int, seconds: float) -> dict[str, dict[str, float]]:
+def measure(pid: int, seconds: float, num_ranks: int) -> dict[str, dict[str, float]]:
     """Per kind of process: percent of one core over the time, and MB at its end."""
+    began = time.monotonic()
+    while list(map(who, descendants(pid).values())).count("ranks") < num_ranks:
+        assert time.monotonic() < began + PATIENCE_S, "the ranks did not start"
+        time.sleep(0.5)
     time.sleep(START_UP_S)
     kinds = {each: who(command) for each, command in descendants(pid).items()}
     before, began = {each: use(each) for each in kinds}, time.monotonic()
@@ -114,7 +119,7 @@ def main() -> None:
         (place / "printer.py").write_text(PRINTER)
         job = {
             "name": "overhead",
-            "command": f"printer.py {args.lines} {args.seconds + START_UP_S + 20}",
+            "command": f"printer.py {args.lines} {args.seconds + START_UP_S + 40}",
             "cpu_processes": args.ranks,
         }
         (place / "job.yaml").write_text(json.dumps(job))
@@ -122,7 +127,7 @@ def main() -> None:
         env = {**os.environ, "VRAMFARM_WORKSPACE": str(place), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
         try:
-            result = measure(process.pid, args.seconds)
+            result = measure(process.pid, args.seconds, args.ranks)
         finally:
             process.terminate()
             process.wait(60)

@@ -33,6 +33,7 @@ from runner.supervise import page as pages
 from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
 from runner.supervise.page import ProgressReader
+from runner.supervise.process import Process
 from runner.supervise.pulse import PulseReader
 from runner.supervise.saves import are_written
 from runner.supervise.triage import first_error
@@ -101,7 +102,7 @@ class AttemptSight:
         Who lives. All of /proc is read for it, which is most of what supervision costs: in between
         it is enough that the shim lives, because then the attempt does.
         """
-        if self._found is None or now - self._found_at >= _FIND_EVERY or not attempts.is_watched(folder):
+        if self._found is None or now - self._found_at >= _FIND_EVERY or attempts.find_shim(folder) is None:
             self._found, self._found_at = attempts.live(attempt_id), now
         return self._found
 
@@ -132,6 +133,10 @@ class AttemptSight:
             self._first_step_at = self._first_step_at or now
         if pages.leave_requested(page):
             self._leave_sent_at = self._leave_sent_at or now
+
+    def shim(self) -> Process | None:
+        """Who ends when the attempt has ended, while it lives."""
+        return attempts.find_shim(self._folder.attempt(self.attempt.number)) if self.attempt else None
 
     def running(self) -> ledger.Running:
         return ledger.Running(step=self._progress.step, first_step_at=self._first_step_at)

@@ -8,7 +8,6 @@ looked at; what cannot be seen again is in the journal, which the loop writes.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -21,9 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
-
-from watchdog.events import FileSystemEvent, FileSystemEventHandler
-from watchdog.observers import Observer
 
 from runner.adapters.frameworks import get_framework, resume_args
 from runner.adapters.launchers import LAUNCHERS, Launch, check_command, split_command
@@ -57,13 +53,15 @@ from runner.storage.offsite.staging import is_staged
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
 from runner.supervise import process
+from runner.supervise.alarm import Alarm
 from runner.supervise.autopsy import HANG_FILE
 from runner.supervise.clock import Clock
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
-from vramfarm.protocol import DAMAGED, Ref
+from vramfarm.protocol import Ref
 
 TICK_S: Final = 0.5
+_STEADY_TICK_S: Final = 1.0  # while an attempt runs: most of what supervision costs is the number of looks
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _LAST_WORDS_S: Final = 10.0
 _MAY_WRITE: Final = frozenset({LeaseState.HELD, LeaseState.NOT_NEEDED})
@@ -122,9 +120,9 @@ class RealWorld:
         self._staged = is_staged([item.to for item in self._job.data], folder.root, setting.data_digest)
         self._only_here: tuple[str, ...] | None = None
         self._saved: tuple[Path, ...] = ()
-        self._awake = threading.Event()
+        self._alarm = Alarm()
         self.leaving = threading.Event()
-        self._watcher = _watch(folder.root, self.checkpoints.root, self._awake)
+        self.checkpoints.root.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         """All slow work ends, the store gets a last word, and then the lease is given back."""
@@ -136,9 +134,7 @@ class RealWorld:
             self._board.wait(TaskKind.PUBLISH, timeout_s=_LAST_WORDS_S)
             self._board.end(TaskKind.PUBLISH)
         self._board.finish(TaskKind.LEASE)
-        logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it calls its own end an error
-        self._watcher.stop()
-        self._watcher.join(1)
+        self._alarm.close()
 
     def _has_last_words(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
         """Whether there is something to tell of this boot, and we may."""
@@ -156,16 +152,17 @@ class RealWorld:
         self._checked.learn(tasks.get(TaskKind.PREFLIGHT))
         opened = history.opened_at or now
         deadline_at, deadline_why = self._tell_deadline(history, opened)
+        shelf = self.checkpoints.look()
         seen = Observed(
             now=now,
             boot_id=self._boot_id,
             life=self._life,
-            local=self.checkpoints.committed(),
+            local=shelf.committed,
             free_bytes=free_bytes(self.checkpoints.root),
             log_bytes=self._logs.size(now),
             log_error=self._logs.error,
-            leftovers=self.checkpoints.leftovers(),
-            damaged=self._damaged(),
+            leftovers=shelf.leftovers,
+            damaged=shelf.damaged,
             offsite=self._store.checkpoints,
             unusable=frozenset(self._store.unusable),
             other_job=self._difference(),
@@ -235,11 +232,6 @@ class RealWorld:
                 saved=saved,
             )
         return self._only_here
-
-    def _damaged(self) -> tuple[str, ...]:
-        with suppress(FileNotFoundError):
-            return tuple(sorted(path.name for path in self.checkpoints.root.glob(f"{DAMAGED}*")))
-        return ()
 
     def _is_set_up(self) -> bool:
         """Looked for on this disk and in this training environment: a container is younger than its volume."""
@@ -444,11 +436,11 @@ class RealWorld:
 
     def wait(self, action: Wait) -> None:
         del action  # what `until` names is at least a tick away, or asked again at once
-        self._awake.wait(TICK_S)
-        self._awake.clear()
+        shim = self._sight.shim()
+        self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim)
 
     def wake(self) -> None:
-        self._awake.set()
+        self._alarm.ring()
 
 
 # -------------------------------------------------------------------------------- preflight
@@ -488,26 +480,3 @@ def fill_command(job: Job, num_procs: int, checkpoint_dir: Path, resume_args: tu
         "grad_accum": str(accumulation(job, num_procs)),
     }
     return split_command(job.command, resume_args=resume_args, values=values)
-
-
-class _Wake(FileSystemEventHandler):
-    """Wakes the loop for what it would act on, not for the files that it writes itself."""
-
-    def __init__(self, names: tuple[str, ...], wake: Callable[[], None]) -> None:
-        self._names, self._wake = names, wake
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        moved = event.event_type in {"created", "moved", "deleted"}
-        paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
-        if moved and any(Path(path).name.startswith(self._names) for path in paths):
-            self._wake()
-
-
-def _watch(run_dir: Path, checkpoint_dir: Path, awake: threading.Event) -> Any:  # noqa: ANN401  # watchdog's alias is no type
-    """Wake the loop when a checkpoint is committed or somebody asks for the stop."""
-    checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    observer = Observer()
-    observer.schedule(_Wake(("stop",), awake.set), str(run_dir), recursive=False)
-    observer.schedule(_Wake(("step-",), awake.set), str(checkpoint_dir), recursive=False)
-    observer.start()
-    return observer

@@ -61,14 +61,14 @@ def foresee(loaded: LoadedJob, num_procs: int, *, ask_store: bool) -> Iterator[s
 
 def _look(job: Job, folder: RunFolder, history: History, num_procs: int, *, ask_store: bool) -> tuple[Observed, str]:
     now = datetime.now(UTC)
-    found = CheckpointDir(Path(job.checkpoint.dir), Disk())
+    shelf = CheckpointDir(Path(job.checkpoint.dir), Disk()).look()
     offsite, conclusion, problem = _ask_store(job, ask_store=ask_store)
     seen = Observed(
         now=now,
         boot_id=_boot_id(),
         life=uuid.uuid4().hex,
-        local=found.committed(),
-        leftovers=found.leftovers(),
+        local=shelf.committed,
+        leftovers=shelf.leftovers,
         offsite=offsite,
         concluded_elsewhere=conclusion,
         num_procs=num_procs,

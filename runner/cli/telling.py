@@ -40,7 +40,7 @@ from runner.words import (
 _EARLY: Final = timedelta(seconds=5)
 _LATE: Final = timedelta(seconds=30)
 _FIRST_MINUTE: Final = timedelta(minutes=1)
-_ECHO_LINES: Final = 50  # of a stream a look: a script that prints thousands a second must not fill the disk twice
+_ECHO_LINES: Final = 100  # of a stream a look: a script that prints thousands a second must not fill the disk twice
 _STATUS_EVERY: Final = timedelta(seconds=2)
 _MEASURE_EVERY: Final = timedelta(seconds=10)
 _MAX_METRICS_BYTES: Final = 8 << 20
@@ -148,10 +148,11 @@ class Teller:
             self._follower, self._followed = Follower(folder, rank=0), folder
             if self._before is None:  # of an attempt that an earlier life has told of
                 self._follower.skip()
-        if lines := self._follower.read():
-            _Stderr().msg(
-                "\n".join(f"  | {line.text}" for line in lines)
-            )  # one write: a script may print thousands a second
+        lines = [f"  | {line.text}" for line in self._follower.read(limit_lines=_ECHO_LINES)]
+        if dropped := self._follower.num_dropped:
+            lines.insert(0, f"  | ({dropped} lines more; vramfarm-runner logs has them)")
+        if lines:
+            _Stderr().msg("\n".join(lines))  # one write
         del seen
 
     def _tell_progress(self, seen: Observed) -> None:

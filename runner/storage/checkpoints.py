@@ -18,8 +18,9 @@ Nothing in the folder is trusted: what is broken or hostile is reported and pass
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -70,6 +71,15 @@ def describe(manifest: Manifest) -> Checkpoint:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """What one look at the folder found."""
+
+    committed: tuple[Checkpoint, ...]
+    leftovers: tuple[str, ...]  # names of folders that were being written
+    damaged: tuple[str, ...]  # names of those that were set aside
+
+
 class CheckpointDir:
     """The checkpoints of one run. `committed()` is the only reader that resume, retention and offload use."""
 
@@ -78,18 +88,29 @@ class CheckpointDir:
         self.disk = disk
         self._parsed: dict[str, tuple[tuple[int, ...], Manifest | ProtocolError]] = {}
 
-    def committed(self) -> tuple[Checkpoint, ...]:
+    def look(self) -> Shelf:
         """
-        All checkpoints that are whole, oldest first.
+        All that is there, listed once.
 
         Costs one `lstat` a shard; a manifest is parsed again only when its file has changed.
         """
-        manifests = [manifest for _, manifest in self._read_all() if isinstance(manifest, Manifest)]
-        return tuple(describe(manifest) for manifest in sorted(manifests, key=lambda m: m.ref))
+        names = self._names()
+        manifests = [manifest for _, manifest in self._read_all(names) if isinstance(manifest, Manifest)]
+        return Shelf(
+            committed=tuple(describe(manifest) for manifest in sorted(manifests, key=lambda m: m.ref)),
+            leftovers=tuple(n for n in names if n.startswith(TEMPORARY) and not n.startswith(RESTORING)),
+            damaged=tuple(n for n in names if n.startswith(DAMAGED)),
+        )
+
+    def committed(self) -> tuple[Checkpoint, ...]:
+        """All checkpoints that are whole, oldest first."""
+        return self.look().committed
 
     def problems(self) -> tuple[str, ...]:
         """What has a checkpoint's name and is none, in plain words."""
-        return tuple(f"{name}: {found}" for name, found in self._read_all() if isinstance(found, ProtocolError))
+        return tuple(
+            f"{name}: {found}" for name, found in self._read_all(self._names()) if isinstance(found, ProtocolError)
+        )
 
     def path(self, ref: Ref) -> Path:
         return self.root / ref.name
@@ -134,7 +155,7 @@ class CheckpointDir:
 
         Not those of a restore: the next restore goes on with its own and removes the others.
         """
-        return tuple(n for n in self._names() if n.startswith(TEMPORARY) and not n.startswith(RESTORING))
+        return self.look().leftovers
 
     def begin_restore(self, ref: Ref) -> Path:
         """The folder to restore into, perhaps from an earlier call; those of other checkpoints are removed."""
@@ -178,12 +199,12 @@ class CheckpointDir:
 
     def _names(self) -> list[str]:
         try:
-            return sorted(path.name for path in self.root.iterdir())
+            return sorted(os.listdir(self.root))  # noqa: PTH208  # names only
         except FileNotFoundError:
             return []
 
-    def _read_all(self) -> Iterator[tuple[str, Manifest | ProtocolError]]:
-        names = [name for name in self._names() if name.startswith("step-")]
+    def _read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Manifest | ProtocolError]]:
+        names = [name for name in names if name.startswith("step-")]
         self._parsed = {name: found for name, found in self._parsed.items() if name in names}
         return ((name, self._read(name)) for name in names)
 

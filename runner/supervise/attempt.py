@@ -166,9 +166,10 @@ def live(attempt_id: str) -> Live | None:
     return Live(attempt_id=attempt_id, trainers=tuple(p.pid for p in found if p.pid not in savers), savers=savers)
 
 
-def is_watched(folder: Path) -> bool:
-    """Whether the shim lives: then the attempt does."""
-    return _is_alive(_read_shim(folder))
+def find_shim(folder: Path) -> Process | None:
+    """The shim, if it lives: then the attempt does."""
+    shim = _process(_read_shim(folder))
+    return shim if shim and process.is_alive(shim) else None
 
 
 def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> tuple[int, ...]:
@@ -216,7 +217,7 @@ def read_exit(folder: Path) -> Exit | None:
 
     Ask `live` first: a shim that is just being started has not written its name yet.
     """
-    shim_lives = _is_alive(_read_shim(folder))  # before the record is looked for: it writes, then ends
+    shim_lives = find_shim(folder) is not None  # before the record is looked for: it writes, then ends
     try:
         return Exit(code=int(json.loads((folder / "exit.json").read_bytes())["code"]))
     except FileNotFoundError:
@@ -249,10 +250,15 @@ def _read_shim(folder: Path) -> dict[str, Any]:
 
 
 def _is_alive(fields: Any) -> bool:  # noqa: ANN401  # JSON
+    found = _process(fields)
+    return found is not None and process.is_alive(found)
+
+
+def _process(fields: Any) -> Process | None:  # noqa: ANN401  # JSON
     try:
-        return process.is_alive(Process(int(fields["pid"]), int(fields["started"])))
+        return Process(int(fields["pid"]), int(fields["started"]))
     except (ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _protocol(spec: LaunchSpec) -> dict[str, str]:

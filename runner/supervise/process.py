@@ -186,7 +186,11 @@ def _read_all() -> dict[int, _Stat]:
 
 def _read_stat(pid: int) -> _Stat | None:
     try:
-        raw = read(f"/proc/{pid}/stat")
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = os.read(fd, 1 << 12)  # one line, shorter than that: the kernel gives it at once
+        finally:
+            os.close(fd)
     except OSError:
         return None
     fields = raw[raw.rindex(b")") + 2 :].split()  # the name before may hold anything; proc(5) counts from 3 here

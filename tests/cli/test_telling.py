@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-from runner.cli.telling import _replace
+from runner.cli.telling import Teller, _replace
+from runner.facts import Attempt, History, Observed
+from runner.folder import RunFolder
+from runner.job import Job
+from runner.words import Surroundings
+from tests.simworld import START
 
 SAYS = """
 import os, sys
@@ -73,3 +78,29 @@ def test_on_a_full_disk_the_picture_is_drawn_over_the_last_one(tmp_path):
 
     assert [2, 3, 3] == seen
     assert ["filler", "status.json"] == left
+
+
+def test_a_flood_is_repeated_in_part_and_says_so(tmp_path, capfd):
+    """
+    A script that prints thousands of lines a second must not fill the disk twice: the last lines, and how many there were.
+    """
+    folder = RunFolder(root=tmp_path)
+    folder.attempt(1).mkdir(parents=True)
+    printed = folder.attempt(1) / "torchrun" / "attempt_0" / "0" / "stdout.log"
+    printed.parent.mkdir(parents=True)
+    printed.write_text("long ago\n")
+    around = Surroundings(run_dir=str(tmp_path), server=None, first_boot_at=None, runner_pid=1)
+    attempt = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START)
+
+    teller = Teller(Job(name="job", command="train.py"), folder, around, machine="")
+    teller._before = seen = Observed(now=START, boot_id="b", life="l")
+    teller._echo(seen, History(attempts=(attempt,)))
+    written_before = capfd.readouterr().err
+    with printed.open("a") as file:
+        file.writelines(f"step {number}\n" for number in range(1000))
+    teller._echo(seen, History(attempts=(attempt,)))
+    told = capfd.readouterr().err.splitlines()
+
+    assert "  | long ago\n" == written_before
+    assert "  | (900 lines more; vramfarm-runner logs has them)" == told[0]
+    assert [f"  | step {number}" for number in range(900, 1000)] == told[1:]

@@ -1,0 +1,80 @@
+"""Nobody sleeps longer than there is reason to."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from runner.supervise.alarm import Alarm
+from runner.supervise.process import identify
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def alarm():
+    alarm = Alarm()
+    yield alarm
+    alarm.close()
+
+
+def slept_s(alarm, seconds, until=None):
+    began = time.monotonic()
+    alarm.sleep(seconds, until=until)
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def child():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+def test_a_ring_ends_the_sleep_and_one_that_came_before_is_not_lost(alarm):
+    """
+    A signal that comes while the loop works is answered as soon as it has worked.
+    """
+    alarm.ring()
+    before = slept_s(alarm, LONG_S)
+    threading.Timer(0.1, alarm.ring).start()
+    meanwhile = slept_s(alarm, LONG_S)
+
+    assert max(before, meanwhile) < LONG_S / 2
+    assert slept_s(alarm, 0.2) >= 0.2  # it rang once
+
+
+def test_the_end_of_the_process_ends_the_sleep(alarm, child):
+    """
+    A launcher that fails is seen at once: whoever waits pays.
+    """
+    shim = identify(child.pid)
+    threading.Timer(0.1, child.stdin.close).start()
+
+    assert slept_s(alarm, LONG_S, until=shim) < LONG_S / 2
+
+
+def test_a_process_that_is_gone_is_not_slept_for_though_nobody_has_collected_it(alarm, child):
+    """
+    It is a zombie then, and its pid may soon be somebody else's.
+    """
+    shim = identify(child.pid)
+    child.stdin.close()
+    child.wait()
+
+    assert slept_s(alarm, LONG_S, until=shim) < LONG_S / 2
+
+
+def test_a_ring_after_the_end_hurts_nobody(alarm, tmp_path):
+    """
+    A signal may come when the files of the run are closed: their numbers are given to others.
+    """
+    other = Alarm()
+    other.close()
+    with (tmp_path / "journal").open("wb") as journal:
+        other.ring()
+
+    assert b"" == (tmp_path / "journal").read_bytes()
+    assert journal.closed
