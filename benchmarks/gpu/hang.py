@@ -25,6 +25,7 @@ import page
 sys.path.insert(0, str(page.ROOT))
 from runner.storage import journal
 from runner.supervise import process
+from runner.supervise.cards import QUERY as CARDS_QUERY
 from vramfarm.protocol import Env
 
 FAILING = Path(__file__).with_name("failing.py")
@@ -212,6 +213,11 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=240, help="of all: what does not begin in time is left out")
     args = parser.parse_args()
     on_cards = len(page.cards()) > 1
+    readings = args.folder / "hang"
+    readings.mkdir(parents=True, exist_ok=True)
+    asked = page.ask("nvidia-smi", f"--query-gpu={CARDS_QUERY}", "--format=csv,noheader,nounits")
+    (readings / "query.txt").write_text(f"{CARDS_QUERY}\n{asked}")
+    print(f"what the runner asks the cards: {asked or 'no answer'}", flush=True)
     began, cases = time.monotonic(), []
     for name in args.cases:
         if time.monotonic() - began > args.budget_s - 45:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ SHIM: Final = Path(__file__).with_name("shim.py")
 _SHIM_ROLE: Final = "shim"
 _SAVER_ROLE: Final = "saver"
 _OURS: Final = "VRAMFARM_"
+_TORCH: Final = re.compile(r"torch-(\d+)\.(\d+)")
+_NEW_NAMES: Final = (2, 9)
 _FREE_PORT: Final = "<free port>"
 _RANKS_OWN: Final = "$LOCAL_RANK"  # all ranks have one environment: the folder is fresh at least
 
@@ -95,13 +98,10 @@ def start(spec: LaunchSpec) -> None:
 def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an attempt; `outer` is the supervisor's."""
     kept = {k: v for k, v in outer.items() if k not in spec.withhold and not k.startswith(_OURS)}
-    evidence = {"TORCH_FR_DUMP_TEMP_FILE": str(spec.folder.resolve() / DUMP)}
-    if pipes := pipes_beside(spec.control):
-        evidence["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipes  # who writes into it gets a dump, time-out or not
     env = {
         **PREVENTION,
         **dict.fromkeys(THREADS, str(spec.num_threads)),
-        **evidence,
+        **_recorder(spec),
         **_offline_wandb({**kept, **spec.env, **spec.secrets}),
         **kept,
         **_filled(spec),
@@ -111,6 +111,30 @@ def environment(spec: LaunchSpec, outer: Mapping[str, str]) -> dict[str, str]:
     env |= activated(env, Path(spec.python)) if spec.python else {}
     env["PYTHONPATH"] = os.pathsep.join(p for p in (env.get("PYTHONPATH"), str(library_dir(spec.run_dir))) if p)
     return env | _protocol(spec)
+
+
+def _recorder(spec: LaunchSpec) -> dict[str, str]:
+    """Where the flight recorder is to write. Older torch has other names for it, of which newer torch would complain."""
+    dump = str(spec.folder.resolve() / DUMP)
+    told = {"TORCH_FR_DUMP_TEMP_FILE": dump}
+    if pipes := pipes_beside(spec.control):
+        told["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = pipes  # who writes into it gets a dump, time-out or not
+    if _torch_of(Path(spec.python)) < _NEW_NAMES:
+        told |= {
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": PREVENTION["TORCH_FR_BUFFER_SIZE"],
+        }
+    return told
+
+
+def _torch_of(python: Path) -> tuple[int, int]:
+    """Version of the torch beside an interpreter, without starting it; as new as can be where none is found."""
+    prefix = python.parent.parent
+    for base in (prefix, prefix / "local"):
+        for folder in base.glob("lib/python3*/*-packages/torch-*.dist-info"):
+            if match := _TORCH.match(folder.name):
+                return int(match[1]), int(match[2])
+    return _NEW_NAMES
 
 
 def _filled(spec: LaunchSpec) -> dict[str, str]:

@@ -20,7 +20,7 @@ _REASONS: Final = {
     "hw_power_brake_slowdown": "power brake",
     "hw_slowdown": "hardware slowdown",
 }
-_QUERY: Final = ",".join([
+QUERY: Final = ",".join([
     "index",
     "utilization.gpu",
     "power.draw",
@@ -47,7 +47,7 @@ class Cards:
         due = self._asked_s is None or now_s - self._asked_s >= every_s
         if self._program and self._asking is None and due:
             self._asked_s, self._answer = now_s, tempfile.TemporaryFile()  # noqa: SIM115  # closed when the answer is read
-            argv = (self._program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+            argv = (self._program, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
             self._asking = process.spawn(argv, env=process.environ(), cwd="/", stdout=self._answer)
         return self.last
 

@@ -325,6 +325,25 @@ def test_the_user_has_the_last_word_but_on_the_protocol(spec):
     assert "1" == env["PYTHONFAULTHANDLER"]
 
 
+@pytest.mark.parametrize(
+    ("installed", "told"),
+    [("torch-2.6.0+cu124", True), ("torch-2.11.0+cu130", False), ("torchvision-0.2.0", False)],
+)
+def test_the_flight_recorder_writes_where_it_is_looked_for(spec, tmp_path, installed, told):
+    """
+    Torch before 2.9 knows it by other names, and newer torch complains of these.
+    """
+    (tmp_path / f"env/lib/python3.12/site-packages/{installed}.dist-info").mkdir(parents=True)
+    given = replace(spec, python=str(tmp_path / "env" / "bin" / "python"))
+
+    env = attempt.environment(given, {})
+
+    dump = str(spec.folder / "flight_recorder_rank_")
+    assert dump == env["TORCH_FR_DUMP_TEMP_FILE"]
+    old = [env.get(name) for name in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    assert ([dump, "2000"] if told else [None, None]) == old
+
+
 def test_the_training_environment_is_activated(spec, tmp_path):
     """
     Programs that torch looks for (ninja) are those beside the training interpreter.
