@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu/run.sh FOLDER [PART ...]        FOLDER: on the disk that is to be measured
 #
-# Parts: preflight bytes checkpoint kill resume hang errors memory scaling; all of them where none is named.
+# Parts: preflight bytes disk checkpoint kill resume hang errors memory scaling; all of them where none is named.
 # Each has a limit of its own, LIMIT_preflight=120 and so on changes it. A part that fails is said, the others
 # go on, and the exit code is 1. FOLDER/results.md has all that came out.
 #
@@ -13,7 +13,7 @@ set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:?"usage: benchmarks/gpu/run.sh FOLDER [PART ...]"}
 shift
-parts=${*:-preflight bytes checkpoint kill resume hang errors memory scaling}
+parts=${*:-preflight bytes disk checkpoint kill resume hang errors memory scaling}
 python=${PYTHON:-python3}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
@@ -32,7 +32,7 @@ script_of() {
 limit_of() {
   local changed="LIMIT_$1"
   case $1 in
-    checkpoint) echo "${!changed:-600}" ;;
+    checkpoint) echo "${!changed:-800}" ;;
     bytes | hang) echo "${!changed:-300}" ;;
     *) echo "${!changed:-200}" ;;
   esac
