@@ -8,11 +8,14 @@ is bounded, and what comes out is text that cannot move a terminal's cursor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Final
+
+from runner.supervise.merge import Merger
 
 _MAX_LINE_BYTES: Final = 16_384
 _TAIL_BYTES: Final = 1 << 20
@@ -45,12 +48,12 @@ def find_streams(folder: Path, *, rank: int | None = None) -> tuple[Stream, ...]
 
 
 def tail(folder: Path, num_lines: int, *, rank: int | None = None) -> tuple[Line, ...]:
-    """Return the last lines of every stream, one stream after the other."""
-    lines: list[Line] = []
+    """Return the last lines of every stream, in the order of time where they tell it, else stream after stream."""
+    pieces = []
     for stream in find_streams(folder, rank=rank):
         texts = read_tail(stream.path)[-num_lines:] if num_lines > 0 else []
-        lines += (Line(stream.rank, stream.name, text) for text in texts)
-    return tuple(lines)
+        pieces.append((stream, [Line(stream.rank, stream.name, text) for text in texts]))
+    return tuple(Merger().merge(pieces, _now()))
 
 
 def read_tail(path: Path, *, limit_bytes: int = _TAIL_BYTES) -> list[str]:
@@ -78,18 +81,20 @@ class Follower:
         self._folder = folder
         self._rank = rank
         self._readers: dict[Stream, _Reader] = {}
+        self._merger = Merger()
         self.num_dropped = 0  # lines of the last read that were over its limit
 
     def read(self, *, limit_bytes: int = 1 << 20, limit_lines: int | None = None) -> tuple[Line, ...]:
         """
-        Return the whole lines that were added; what is beyond the limit comes next time.
+        Return the whole lines that were added, merged as `tail` does; what is beyond the limit comes next time.
 
         With `limit_lines` only so many of a stream, the last ones: for a reader who would be buried.
         """
         self.num_dropped = 0
         streams = find_streams(self._folder, rank=self._rank)
         share = limit_bytes // max(1, len(streams))
-        return tuple(self._lines(streams, share, limit_lines))
+        pieces = [(stream, self._lines(stream, share, limit_lines)) for stream in streams]
+        return tuple(self._merger.merge([piece for piece in pieces if piece[1]], _now()))
 
     def skip(self) -> None:
         """Pass over what is there already."""
@@ -101,14 +106,11 @@ class Follower:
         rest = ((stream, reader.rest()) for stream, reader in self._readers.items())
         return tuple(Line(stream.rank, stream.name, clean(raw)) for stream, raw in rest if raw)
 
-    def _lines(self, streams: Iterable[Stream], share: int, limit_lines: int | None) -> Iterator[Line]:
-        for stream in streams:
-            reader = self._readers.setdefault(stream, _Reader(stream.path))
-            raws = reader.read(share)
-            kept = raws if limit_lines is None else raws[-limit_lines:]
-            self.num_dropped += len(raws) - len(kept)
-            for raw in kept:
-                yield Line(stream.rank, stream.name, clean(raw))
+    def _lines(self, stream: Stream, share: int, limit_lines: int | None) -> list[Line]:
+        raws = self._readers.setdefault(stream, _Reader(stream.path)).read(share)
+        kept = raws if limit_lines is None else raws[-limit_lines:]
+        self.num_dropped += len(raws) - len(kept)
+        return [Line(stream.rank, stream.name, clean(raw)) for raw in kept]
 
 
 class _Reader:
@@ -139,6 +141,10 @@ class _Reader:
     def rest(self) -> bytes:
         rest, self._begun = self._begun, b""
         return rest
+
+
+def _now() -> datetime:
+    return datetime.now()  # noqa: DTZ005  # local, as the lines are
 
 
 def _all_streams(folder: Path) -> Iterator[Stream]:
