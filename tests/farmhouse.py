@@ -16,7 +16,8 @@ from typing import Any
 from runner.adapters.providers import Reply
 from runner.adapters.providers.http import make_send
 from runner.simulator.farm import Farm, Pace
-from runner.simulator.main import Options, serving
+from runner.simulator.host import OUR_IMAGE, ProcessHost
+from runner.simulator.main import Options, Servers, serving
 
 PACE = Pace(stage=0.0, restart=0.05, tick=0.02)
 _numbers = itertools.count()
@@ -38,6 +39,7 @@ class Farmhouse:
 
     url: str
     farm: Farm
+    image: str = "team/train"  # what is rented, if a test does not say
 
     def call(self, method: str, path: str, body: Any = None, *, key: str | None = None, **headers: str) -> Reply:
         """One request with the account's key, or another; `Idempotency_Key` becomes a header of that name."""
@@ -47,11 +49,13 @@ class Farmhouse:
         raw = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         if raw is not None:
             fields["Content-Type"] = "application/json"
-        return make_send(5.0)(method, self.url + path, headers=fields, body=raw)
+        return make_send(30.0)(  # an engine that has much to do takes its time
+            method, self.url + path, headers=fields, body=raw
+        )
 
     def rent(self, args: list[str], **wish: Any) -> str:
         """Rent the smallest machine for a process; returns the server's id."""
-        body = {**WISH, "args": args, **wish}
+        body = {**WISH, "image": self.image, "args": args, **wish}
         reply = self.call("POST", "/servers", body, Idempotency_Key=f"test-key-{next(_numbers)}")
         assert 201 == reply.status, reply.body
         return str(json.loads(reply.body)["id"])
@@ -88,7 +92,22 @@ class Farmhouse:
         return path.read_text() if path.exists() else ""
 
     def disk(self, server_id: str) -> Path:
+        """Of a server that is a process."""
+        assert isinstance(self.farm.host, ProcessHost)
         return self.farm.host.disk(server_id)
+
+    def has_disk(self, server_id: str) -> bool:
+        """Whatever the server is."""
+        host = self.farm.host
+        if isinstance(host, ProcessHost):
+            return host.disk(server_id).exists()
+        names = [volume.name for volume in host._engine.volumes.list()]
+        return any(name.endswith(server_id) for name in names)
+
+    def read(self, server_id: str, name: str) -> str:
+        """A file of its disk, whatever the server is."""
+        self.farm.host.keep(server_id, "/workspace", f"look-{server_id}")
+        return (self.farm.host.saves.place(f"look-{server_id}") / name).read_text()
 
 
 WISH: dict[str, Any] = {
@@ -110,19 +129,37 @@ def open_farm(
     creates: int = 100_000,
     balance: int = 100,
     entrypoint: tuple[str, ...] = (),
+    image: str = "",
 ) -> Iterator[Farmhouse]:
-    """A farm with its threads and its port; all of its containers are ended with it. `entrypoint`: of our image."""
+    """
+    A farm with its threads and its port; all of its containers are ended with it. `entrypoint`: of our image.
+    With an `image` its servers are containers, else processes.
+    """
     state.mkdir(parents=True, exist_ok=True)
-    options = Options(state=state, port=0, run=None, price=None, balance=Decimal(balance), runner=entrypoint, pace=PACE)
+    servers = Servers.DOCKER if image else Servers.PROCESS
+    options = Options(
+        state=state,
+        port=0,
+        run=None,
+        price=None,
+        balance=Decimal(balance),
+        runner=entrypoint,
+        pace=PACE,
+        servers=servers,
+        image=image or OUR_IMAGE,
+    )
     with serving(options, per_minute=per_minute, creates_per_minute=creates) as farm:
         port = (state / "port").read_text()
         try:
-            yield Farmhouse(f"http://127.0.0.1:{port}/v1", farm)
+            yield Farmhouse(f"http://127.0.0.1:{port}/v1", farm, image or Farmhouse.image)
         finally:
-            farm.leaving.update(rented.server.id for rented in farm.servers())
-            for rented in farm.servers():
-                if farm.host.is_running(rented.server.id):
-                    farm.host.kill(rented.server.id, code=137, number=0)
+            with farm.store.transaction():  # nothing is started meanwhile
+                farm.leaving.update(rented.server.id for rented in farm.servers())
+                for rented in farm.servers():
+                    if farm.host.is_running(rented.server.id):
+                        farm.host.kill(rented.server.id, code=137, number=0)
+                if image:
+                    farm.host.sweep(())
 
 
 def python(program: str) -> list[str]:

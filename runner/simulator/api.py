@@ -47,6 +47,7 @@ def make_app(farm: Farm, *, per_minute: int = 60, creates_per_minute: int = 6) -
     api.add_exception_handler(Problem, _answer_problem)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(HTTPException, _answer_http)
+    api.add_exception_handler(OSError, _answer_trouble)
     for add in (_add_machines, _add_servers, _add_stop_and_reading, _add_saves, _add_account, _add_controls):
         add(api, farm)
     return Gate(api, api.router.routes, farm, per_minute=per_minute, creates=creates_per_minute)
@@ -238,6 +239,10 @@ def _add_controls(api: FastAPI, farm: Farm) -> None:
             farm.end_container(server_id, wish.exit_code)
         return farm.show(farm.find(server_id))
 
+    @api.post("/v1/_sim/servers/{server_id}/vanish", operation_id="simVanish")
+    def vanish(server_id: str) -> dict[str, Any]:
+        return farm.show(farm.vanish(server_id))
+
     @api.get("/v1/_sim/outbox", operation_id="simOutbox")
     def outbox() -> dict[str, Any]:
         return {"emails": [email.model_dump(mode="json") for email in farm.emails()]}
@@ -298,6 +303,11 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     if error.status_code == 405:  # noqa: PLR2004  # the framework names what the first route of that path allows
         problem.headers["Allow"] = ", ".join(sorted(_methods(request)))
     return _problem(problem)
+
+
+async def _answer_trouble(_: Request, error: Exception) -> Response:
+    """A full disk, or an engine that does not answer."""
+    return _problem(Problem(503, f"{type(error).__name__}: {error}"))
 
 
 def _methods(request: Request) -> set[str]:

@@ -7,7 +7,6 @@ two ticks, so a farm that was killed goes on where it was.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Final
 from runner.simulator import idle
 from runner.simulator.billing import billed_minutes, cost
 from runner.simulator.catalogue import MACHINES, choose
-from runner.simulator.host import KILLED, WORKSPACE, Host
+from runner.simulator.host import KILLED, WORKSPACE, Boot, Host
 from runner.simulator.model import (
     Activity,
     Billing,
@@ -43,8 +42,6 @@ from runner.simulator.model import (
 from runner.simulator.problem import Problem
 from runner.simulator.store import Store
 
-OUR_IMAGE: Final = "vramfarm/runner"
-IMAGE_ARGS: Final = ("sleep", "infinity")  # what a server without args of its own runs
 _NEXT: Final[Mapping[State, State]] = {
     State.QUEUED: State.PROVISIONING,
     State.PROVISIONING: State.PULLING,
@@ -68,24 +65,24 @@ class Farm:
         self,
         state: Path,
         *,
+        store: Store,
+        host: Host,
         api_url: str,
         pace: Pace | None = None,
         machines: Sequence[Machine] = MACHINES,
         deposit: Decimal = Decimal(100),
-        entrypoint: Sequence[str] = (),
     ) -> None:
-        """`entrypoint`: what stands for our own image's; other images run their args as they are."""
         self.state = state
         self.pace = pace or Pace()
-        self._entrypoint = tuple(entrypoint)
         self.machines = tuple(machines)
-        self.host = Host(state)
-        self.store = Store(state / "farm.sqlite")
+        self.host = host
+        self.store = store
         self.leaving: set[str] = set()  # servers whose container is not to be started again by this process
         self.faults: list[Fault] = []
         self._api_url = api_url
         self.account_key = self._setting("account_key", f"vfa_{secrets.token_hex(16)}")
         self._deposit = Decimal(self._setting("deposit", str(deposit)))
+        host.sweep({rented.server.id for rented in self.servers() if not rented.server.state.is_final})
 
     # ---------------------------------------------------------------------------- clock
 
@@ -219,7 +216,7 @@ class Farm:
         with self.store.transaction():
             self.find_save(save_id)
             self.store.delete(Save, save_id)
-            self.host.delete_save(save_id)
+            self.host.saves.delete(save_id)
 
     # -------------------------------------------------------------------------- account
 
@@ -246,19 +243,39 @@ class Farm:
 
     def _advance(self, rented: Rented) -> None:
         server = rented.server
-        if server.container.state == "running" and not self.host.is_running(server.id):
-            self._record_exit(rented)
-        elif rented.stop is not None:
+        if self._follow_container(rented):
+            return
+        if rented.stop is not None:
             self._go_on_stopping(rented, rented.stop)
         elif server.state in _NEXT:
             if self.now() - server.state_changed_at >= timedelta(seconds=self.pace.stage):
-                self._enter(rented, _NEXT[server.state])
+                self._prepare(rented, _NEXT[server.state])
         elif self._follow_idleness(rented):
             return
         elif (why := self._why_stop(rented)) is not None:
             self._begin_stop(rented, StopRequest(save=why[1], on_save_failure="stop_anyway"), why[0])
         elif self._wants_container(server):
             self._start_container(rented)
+
+    def _follow_container(self, rented: Rented) -> bool:
+        """Whether it ended, or was started again by its host: one life at a time, so that none is missed."""
+        box = rented.server.container
+        if box.state == "none":
+            return False
+        seen = self.host.look(rented.server.id, box.restart_count)
+        if box.state == "running" and (seen.number > box.restart_count or not seen.is_running):
+            self._record_exit(rented)
+            return True
+        if box.state == "exited" and seen.number > box.restart_count:
+            self._record_start(rented, box.restart_count + 1)
+            return True
+        return False
+
+    def _prepare(self, rented: Rented, state: State) -> None:
+        if state is State.RUNNING and not self.host.has_image(rented.server.image):
+            self._enter(rented, State.FAILED, "image_pull_failed")
+            return
+        self._enter(rented, state)
 
     def _why_stop(self, rented: Rented) -> tuple[str, SaveSpec | None] | None:
         """What the provider itself stops a server for, and what it keeps."""
@@ -294,38 +311,46 @@ class Farm:
         wanted = server.restart_policy is Policy.ALWAYS or (
             server.restart_policy is Policy.ON_FAILURE and server.container.exit_code != 0
         )
-        return wanted and self.now() - server.container.exited_at >= timedelta(seconds=self.pace.restart)
+        if not wanted or self.host.look(server.id, server.container.restart_count).is_coming:
+            return False
+        return self.now() - server.container.exited_at >= timedelta(seconds=self.pace.restart)
 
     def _start_container(self, rented: Rented) -> None:
-        server = rented.server
+        server, restore = rented.server, None
         first = server.container.started_at is None
         if first and rented.restore_save_id:
-            self.host.disk(server.id).mkdir(parents=True, exist_ok=True)
-            self.host.restore(server.id, self.find_save(rented.restore_save_id).path, rented.restore_save_id)
-        number = 0 if first else server.container.restart_count + 1
-        server.container = Container(state="running", restart_count=number, started_at=self.now())
+            restore = (rented.restore_save_id, self.find_save(rented.restore_save_id).path)
+        self._record_start(rented, 0 if first else server.container.restart_count + 1)
+        boot = Boot(
+            image=server.image,
+            args=tuple(server.args),
+            env=self._environment(rented),
+            policy=server.restart_policy,
+            number=server.container.restart_count,
+            restore=restore,
+        )
+        self.host.start(server.id, boot)
+
+    def _record_start(self, rented: Rented, number: int) -> None:
+        rented.server.container = Container(state="running", restart_count=number, started_at=self.now())
         self._put(rented)
-        if not first:
+        if number:
             self._event(rented, "container.restarted", restart_count=number)
-        is_ours = bool(self._entrypoint) and (server.image or "").partition(":")[0] == OUR_IMAGE
-        argv = (*self._entrypoint, *server.args) if is_ours else server.args or IMAGE_ARGS
-        self.host.start(server.id, argv, self._environment(rented), number)
 
     def _environment(self, rented: Rented) -> dict[str, str]:
         server = rented.server
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VRAMFARM_")}
         given = {
             "VRAMFARM_SERVER_ID": server.id,
             "VRAMFARM_API_URL": self._api_url,
             "VRAMFARM_API_KEY": rented.key,
             "VRAMFARM_GPU": server.machine.gpu,
             "VRAMFARM_GPU_COUNT": str(server.count),
-            "VRAMFARM_WORKSPACE": str(self.host.disk(server.id).resolve()),
+            "VRAMFARM_WORKSPACE": str(WORKSPACE),
             "VRAMFARM_RENTAL_ENDS_AT": server.rental_ends_at.isoformat() if server.rental_ends_at else "",
             "VRAMFARM_PRICE_PER_HOUR": str(server.billing.price_per_hour),
             "VRAMFARM_RESTART_COUNT": str(server.container.restart_count),
         }
-        return inherited | server.env | rented.secrets | given
+        return server.env | rented.secrets | given
 
     def _record_exit(self, rented: Rented) -> None:
         box = rented.server.container
@@ -334,13 +359,16 @@ class Farm:
         self._put(rented)
         self._event(rented, "container.exited", exit_code=box.exit_code)
 
-    def vanish(self, server_id: str) -> None:
+    def vanish(self, server_id: str) -> Rented:
         """As a host that loses its power for good: everything of the server is gone at once."""
         with self.store.transaction():
             rented = self.find(server_id)
+            if rented.server.state.is_final:
+                return rented
             self.host.kill(server_id, code=KILLED, number=rented.server.container.restart_count)
             self.host.delete_disk(server_id)
             self._enter(rented, State.FAILED, "host_lost")
+            return rented
 
     # ----------------------------------------------------------------------------- stop
 
@@ -349,6 +377,7 @@ class Farm:
             self._email(rented, "idle_stopped", f"{rented.server.id} was idle: its workspace is saved, it stops")
             self._event(rented, "idle.stop")
         rented.stop = Stopping(wish=wish, reason=reason)
+        self.host.hold(rented.server.id)
         self._enter(rented, State.STOPPING if wish.save is None else State.SAVING, reason)
 
     def _go_on_stopping(self, rented: Rented, stop: Stopping) -> None:

@@ -121,7 +121,8 @@ async def _act(fault: Fault, receive: Receive, send: Send) -> bool:
             await asyncio.sleep(fault.delay_ms / 1000)
             return True
         case "status":
-            problem = Problem(fault.status, "an injected fault")
+            no_capacity = fault.operation == "createServer" and fault.status == 409  # noqa: PLR2004
+            problem = Problem(fault.status, "an injected fault", code="no_capacity" if no_capacity else "")
             if fault.retry_after is not None:
                 problem.headers = {"Retry-After": str(fault.retry_after)}
             await _answer(send, problem)

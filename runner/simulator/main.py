@@ -18,28 +18,43 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
 
 from runner import guardian
+from runner.errors import MachineError
 from runner.simulator.api import make_app
 from runner.simulator.catalogue import MACHINES
 from runner.simulator.farm import Farm, Pace
-from runner.simulator.host import KILLED, Host
-from runner.simulator.model import Machine, Policy, Rented, ServerCreate, State
+from runner.simulator.host import KILLED, OUR_IMAGE, Host, ProcessHost
+from runner.simulator.model import Machine, Policy, Rented, Server, ServerCreate, State
 from runner.simulator.problem import Problem
+from runner.simulator.store import Store
+from runner.simulator.table import table
 
 LOCKED: Final = 5
 LEFT: Final = 75
 LOOPBACK: Final = "127.0.0.1"
 _LOOK_S: Final = 0.1
+_WATCH_S: Final = 0.5
+_CLEAR: Final = "\x1b[H\x1b[J"
 _PORTS: Final = range(20_000, 32_000)  # below those that the kernel gives to clients, so that it stays ours
 
 
 class BusyError(Exception):
     """Another simulator holds the state folder."""
+
+
+class Servers(StrEnum):
+    """What servers are."""
+
+    AUTO = "auto"
+    DOCKER = "docker"
+    PROCESS = "process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,8 @@ class Options:
     balance: Decimal
     runner: tuple[str, ...]
     pace: Pace
+    servers: Servers = Servers.PROCESS
+    image: str = OUR_IMAGE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,9 +97,19 @@ def _parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--run", type=Path, metavar="JOB.yaml", help="rent a server for this job and follow it")
     parser.add_argument("--price", type=_amount, help="price an hour of the machine that --run rents")
     parser.add_argument("--balance", type=_amount, default=Decimal(100), help="what a new account starts with")
+    parser.add_argument(
+        "--servers",
+        type=Servers,
+        choices=list(Servers),
+        default=Servers.AUTO,
+        help="containers, or processes of this machine; auto: containers where a Docker engine has the image; with --run always processes",
+    )
+    parser.add_argument("--image", default=OUR_IMAGE, help=f"the image that auto looks for (default: {OUR_IMAGE})")
     parser.add_argument("--runner-argv", nargs="+", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--restart-delay", type=float, default=Pace().restart, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    if given.run and given.servers is Servers.DOCKER:
+        parser.error("--run: its server sees the folder of the job, which a container would not; use submit or launch")
     runner = tuple(given.runner_argv) or (sys.executable, "-I", str(Path(guardian.__file__).resolve()))
     return Options(
         state=given.state.resolve(),
@@ -92,6 +119,8 @@ def _parse(argv: Sequence[str]) -> Options:
         balance=given.balance,
         runner=runner,
         pace=Pace(restart=given.restart_delay),
+        servers=Servers.PROCESS if given.run else given.servers,
+        image=given.image,
     )
 
 
@@ -136,15 +165,17 @@ def _only_one(state: Path) -> Iterator[Callable[[], bool]]:
 @contextmanager
 def serving(options: Options, *, per_minute: int = 60, creates_per_minute: int = 6) -> Iterator[Farm]:
     """The API on loopback, and the farm's ticks, in threads."""
-    listener = _listen(options)
-    url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1"
+    store = Store(options.state / "farm.sqlite")
+    host = _open_host(options, store)
+    listener = _listen(options, host)
     farm = Farm(
         options.state,
-        api_url=url,
+        store=store,
+        host=host,
+        api_url=f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1",
         pace=options.pace,
         machines=_machines(options),
         deposit=options.balance,
-        entrypoint=options.runner,
     )
     app = make_app(farm, per_minute=per_minute, creates_per_minute=creates_per_minute)
     config = uvicorn.Config(app, log_level="critical", lifespan="off", access_log=False)
@@ -165,6 +196,48 @@ def serving(options: Options, *, per_minute: int = 60, creates_per_minute: int =
             thread.join(5.0)
 
 
+def _open_host(options: Options, store: Store) -> Host:
+    """What servers are; servers that still exist stay what they were."""
+    before = store.text("setting", "servers")
+    if before and any(not rented.server.state.is_final for rented in store.all(Rented)):
+        if options.servers not in {Servers.AUTO, before}:
+            raise MachineError(
+                f"simulate: the servers of {options.state} are of the kind {before}, got --servers {options.servers}",
+                hint="stop them first, or take another --state",
+            )
+        host = _make_host(Servers(before), options, store)
+    else:
+        host = _make_host(options.servers, options, store)
+    kind = Servers.PROCESS if isinstance(host, ProcessHost) else Servers.DOCKER
+    store.put("setting", "servers", kind)
+    return host
+
+
+def _make_host(servers: Servers, options: Options, store: Store) -> Host:
+    if servers is not Servers.PROCESS:
+        try:
+            return _containers(options, store, needs_image=servers is Servers.AUTO)
+        except OSError as error:
+            if servers is Servers.DOCKER:
+                raise MachineError(f"simulate: servers cannot be containers: {error}") from error
+            _say(f"servers are processes of this machine: {error}")
+    return ProcessHost(options.state, options.runner)
+
+
+def _containers(options: Options, store: Store, *, needs_image: bool) -> Host:
+    if find_spec("docker") is None:
+        raise OSError("no package docker: pip install 'vramfarm-runner[docker]'")
+    from runner.simulator import engine  # noqa: PLC0415  # an extra: not everybody has it
+
+    connected = engine.connect()
+    if needs_image and not engine.has_image(connected, options.image):
+        raise OSError(f"the Docker engine has no image {options.image}: docker build --tag {options.image} .")
+    farm_id = store.text("setting", "farm_id") or secrets.token_hex(4)
+    store.put("setting", "farm_id", farm_id)
+    _say(f"servers are containers; docker ps --filter label={engine.FARM}={farm_id} shows them")
+    return engine.DockerHost(options.state, connected, farm_id=farm_id, image=options.image)
+
+
 def _tick(farm: Farm, end: threading.Event) -> None:
     while not end.wait(farm.pace.tick):
         try:
@@ -174,13 +247,13 @@ def _tick(farm: Farm, end: threading.Event) -> None:
             end.wait(1.0)
 
 
-def _listen(options: Options) -> socket.socket:
+def _listen(options: Options, host: Host) -> socket.socket:
     """On the port it had before, because its servers know the API by it."""
     memory = options.state / "port"
     before = _read_port(memory)
     wanted = options.port or before
     listener = _bind([wanted]) if wanted else None
-    if listener is None and wanted and (options.port or Host(options.state).any_running()):
+    if listener is None and wanted and (options.port or host.any_running()):
         raise BusyError(f"port {wanted} of {LOOPBACK} is taken, and servers know the simulator by it; free it")
     if listener is None:
         listener = _bind(_PORTS.start + secrets.randbelow(len(_PORTS)) for _ in range(100))
@@ -219,21 +292,55 @@ def _machines(options: Options) -> tuple[Machine, ...]:
 
 
 def _watch(farm: Farm, stops: list[int], is_ours: Callable[[], bool]) -> int:
-    """Until Ctrl-C: one line for every change of a server."""
+    """Until Ctrl-C: on a terminal a table that stays current, elsewhere a line for every change."""
     port = (farm.state / "port").read_text()
-    _say(f"the simulated VRAMfarm listens on http://{LOOPBACK}:{port}/v1")
-    _say(f"account key: {farm.account_key}")
-    known: dict[str, str] = {}
+    head = (
+        f"the simulated VRAMfarm listens on http://{LOOPBACK}:{port}/v1",
+        f"account key: {farm.account_key}",
+    )
+    show = _make_table(farm, head) if sys.stdout.isatty() else _make_lines(farm, head)
     while not stops:
         if not is_ours():
             return _end_all(farm)
+        show()
+        time.sleep(_WATCH_S)
+    return 0
+
+
+def _make_table(farm: Farm, head: Sequence[str]) -> Callable[[], None]:
+    def show() -> None:
+        servers = [(r.server, farm.bill(r.server), _where(farm, r.server)) for r in reversed(farm.servers())]
+        _say("\n".join((_CLEAR, *head, "", *table(servers, farm.emails(), farm.balance()))))
+
+    return show
+
+
+def _make_lines(farm: Farm, head: Sequence[str]) -> Callable[[], None]:
+    said: dict[str, str] = {}
+    mailed = len(farm.emails())
+    for line in head:
+        _say(line)
+
+    def show() -> None:
+        nonlocal mailed
         for rented in reversed(farm.servers()):
             line = _line(farm, rented)
-            if known.get(rented.server.id) != line:
-                known[rented.server.id] = line
+            if said.get(rented.server.id) != line:
+                said[rented.server.id] = line
                 _say(line)
-        time.sleep(_LOOK_S)
-    return 0
+        emails = farm.emails()
+        for email in emails[mailed:]:
+            _say(f"email: {email.subject}")
+        mailed = len(emails)
+
+    return show
+
+
+def _where(farm: Farm, server: Server) -> str:
+    """By which a container that runs is found here; an engine that does not answer is said by the ticks."""
+    with suppress(OSError):
+        return farm.host.describe(server.id) if server.container.state == "running" else ""
+    return ""
 
 
 def _end_all(farm: Farm) -> int:
@@ -242,6 +349,7 @@ def _end_all(farm: Farm) -> int:
     for rented in farm.servers():
         farm.leaving.add(rented.server.id)
         farm.host.kill(rented.server.id, code=KILLED, number=rented.server.container.restart_count)
+        farm.host.delete_disk(rented.server.id)
     return 1
 
 
@@ -251,7 +359,9 @@ def _line(farm: Farm, rented: Rented) -> str:
     reason = f" ({server.state_reason})" if server.state_reason else ""
     starts = f", started {server.container.restart_count + 1} times" if server.container.restart_count else ""
     money = f"{bill.billed_minutes} min, {bill.cost} {bill.currency}"
-    return f"{server.id} {server.machine.count} x {server.machine.gpu_name} {server.state}{reason}{starts}: {money}"
+    where = _where(farm, server)
+    words = f"{server.id} {server.machine.count} x {server.machine.gpu_name} {server.state}{reason}{starts}"
+    return f"{words}: {money}{f', {where}' if where else ''}"
 
 
 # ------------------------------------------------------------------------------------- run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -14,11 +15,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runner.supervise.process import find
-from tests.farmhouse import wait_until
+from tests.farmhouse import Farmhouse, wait_until
 
 JOB = """
 import os, signal, sys, time, pathlib, urllib.request, json
@@ -230,6 +232,36 @@ def test_without_a_job_it_serves_and_tells_what_happens(simulate):
     assert address == simulate.wait_for(r"listens on (http://\S+)")[1]
     assert key == simulate.wait_for(r"account key: (vfa_\w+)")[1]
     again.send_signal(signal.SIGINT)
+
+
+def test_on_a_terminal_it_is_a_table(simulate):
+    """
+    Drawn anew as things change: a server, its bill, what is left of the balance.
+    """
+    theirs, ours = pty.openpty()
+    program = "import sys; from runner.simulator.main import main; sys.exit(main(sys.argv[1:]))"
+    state = simulate.folder / "state"
+    argv = [sys.executable, "-I", "-c", program, "--state", str(state), "--servers", "process"]
+    process = subprocess.Popen(argv, stdout=ours)
+    simulate.started.append(process)
+    shown = _read_terminal(theirs, r"(http://\S+)[\s\S]*account key: (vfa_\w+)")
+    house = Farmhouse(shown[1], SimpleNamespace(account_key=shown[2]))
+
+    server = house.rent(["sleep", "600"])
+
+    _read_terminal(theirs, rf"{server}\s+1 x RTX 4090\s+running\s+1\s+15\s+0.1475\s+pid \d+")
+    house.stop(server)
+    _read_terminal(theirs, rf"{server}\s+1 x RTX 4090\s+stopped \(user_request\)\s+1\s+15\s+0.1475\s")
+    _read_terminal(theirs, r"billed 0.1475 EUR, balance 99.8525 EUR")
+
+
+def _read_terminal(terminal: int, pattern: str) -> re.Match[str]:
+    text = ""
+    ends = time.monotonic() + 30
+    while (match := re.search(pattern, text)) is None:
+        assert time.monotonic() < ends, text
+        text += os.read(terminal, 65536).decode()
+    return match
 
 
 def test_a_port_that_somebody_took_meanwhile_is_replaced_if_no_server_needs_it(simulate):
