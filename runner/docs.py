@@ -192,7 +192,8 @@ def exit_codes_page() -> str:
     rows = ["| code | meaning |", "|---|---|", "| 0 | done: training ended well, and what had to be saved is saved |"]
     rows += [f"| {error.exit_code} | {error.meaning} |" for error in ALL_ERRORS]
     rows += [
-        "| 130 | interrupted at the keyboard (Ctrl-C): commands other than `run`, which saves and leaves with 75 |"
+        "| 130 | interrupted at the keyboard (Ctrl-C): commands other than `run`, which saves and leaves with 75 |",
+        "| 141 | whoever read the output stopped reading (`vramfarm-runner logs \\| head`): commands other than `run`, which trains on |",
     ]
     return "\n".join(
         (

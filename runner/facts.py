@@ -139,6 +139,7 @@ class Machine:
     outcome: str = ""
     reason: str = ""
     attempts: tuple[Attempt, ...] = ()
+    distrusted: tuple[tuple[int, int], ...] = ()  # as in `History`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,7 @@ class Earlier:
     duration: timedelta = timedelta()
     cost: Decimal = Decimal(0)
     is_anew: bool = False  # the operator reopened the run here: time and money of others do not count
+    distrusted: tuple[tuple[int, int], ...] = ()  # as in `History`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

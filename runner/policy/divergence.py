@@ -1,5 +1,6 @@
 """Whether the loss is still a number, and which checkpoints were written after it was not."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -52,14 +53,23 @@ def first_distrusted(attempt: Attempt, found: Divergence) -> int:
 
 
 def is_distrusted(ref: Ref, history: History) -> bool:
-    return any(ref.attempt == number and ref.step >= step for number, step in history.distrusted)
+    return _is_marked(ref, _marks(history))
+
+
+def _marks(history: History) -> set[tuple[int, int]]:
+    """Of all machines: what one of them saved, the next would resume from."""
+    return {*history.distrusted, *history.earlier.distrusted}
+
+
+def _is_marked(ref: Ref, marks: Collection[tuple[int, int]]) -> bool:
+    return any(ref.attempt == number and ref.step >= step for number, step in marks)
 
 
 def newest_good(local: tuple[Checkpoint, ...], history: History, found: Divergence | None) -> Ref | None:
     """The newest checkpoint from before the loss went wrong; it is what a person goes on from."""
     last = history.attempts[-1] if history.attempts else None
-    marks = set(history.distrusted)
+    marks = _marks(history)
     if last and found and last.ending is None:
         marks.add((last.number, first_distrusted(last, found)))
-    refs = [c.ref for c in local if not any(c.ref.attempt == n and c.ref.step >= s for n, s in marks)]
+    refs = [c.ref for c in local if not _is_marked(c.ref, marks)]
     return max(refs, default=None)

@@ -49,6 +49,7 @@ def describe_machine(history: History, known: Machine, now: datetime, running: R
         outcome=history.conclusion.outcome if history.conclusion else "",
         reason=history.conclusion.reason if history.conclusion else "",
         attempts=attempts,
+        distrusted=tuple(sorted({*history.earlier.distrusted, *history.distrusted})),
     )
 
 
@@ -86,6 +87,7 @@ def sum_up(machines: tuple[Machine, ...], *, but: str) -> Earlier:
         last_attempt=max((a.number for machine in others for a in machine.attempts), default=0),
         duration=sum((machine.seen_at - machine.opened_at for machine in counted), timedelta()),
         cost=sum((cost(machine) for machine in counted), Decimal(0)),
+        distrusted=tuple(sorted({mark for machine in others for mark in machine.distrusted})),
     )
 
 
@@ -102,7 +104,8 @@ def dump_machine(machine: Machine) -> dict[str, Any]:
     times: dict[str, str | None] = {name: getattr(machine, name).isoformat() for name in _TIMES}
     times["concluded_at"] = machine.concluded_at.isoformat() if machine.concluded_at else None
     attempts = [dump_attempt(attempt) for attempt in machine.attempts[-MAX_ATTEMPTS:]]
-    return {**fields, **times, "cost": str(cost(machine)), "attempts": attempts}
+    marks = [list(mark) for mark in machine.distrusted]
+    return {**fields, **times, "cost": str(cost(machine)), "attempts": attempts, "distrusted": marks}
 
 
 def dump_attempt(attempt: Attempt) -> dict[str, Any]:
@@ -157,6 +160,7 @@ def parse_machine(entry: Mapping[str, Any]) -> Machine:
         is_anew=bool(entry.get("is_anew")),
         concluded_at=_moment(entry.get("concluded_at")),
         attempts=tuple(_parse_attempt(found) for found in entry.get("attempts", [])),
+        distrusted=tuple((_count(number), _count(step)) for number, step in entry.get("distrusted", [])),
         **known,
     )
 

@@ -42,6 +42,7 @@ def joined(machine: str, earlier: Earlier, at: datetime) -> Event:
         "last_attempt": earlier.last_attempt,
         "duration_s": earlier.duration.total_seconds(),
         "cost": str(earlier.cost),
+        "distrusted": earlier.distrusted,
         "at": at.isoformat(),
     }
 
@@ -188,6 +189,7 @@ def _joined(history: History, event: Event) -> History:
             duration=timedelta() if is_anew else timedelta(seconds=event["duration_s"]),
             cost=Decimal(0) if is_anew else Decimal(event["cost"]),
             is_anew=is_anew,
+            distrusted=tuple((number, step) for number, step in event.get("distrusted", ())),
         ),
     )
 

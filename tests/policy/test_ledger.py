@@ -1,5 +1,6 @@
 """The ledger: what machines know of each other, and how time and money count over all of them."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
@@ -8,10 +9,12 @@ import pytest
 
 from runner.facts import (
     Attempt,
+    Checkpoint,
     Conclusion,
     Earlier,
     Ending,
     Exit,
+    Finished,
     History,
     Machine,
     Observed,
@@ -53,10 +56,10 @@ def test_what_is_dumped_is_parsed():
     resumed = replace(attempt(2), resume=Ref(1, 5, 1, "0" * 8))
     machines = (
         machine("a", where="host:/w", outcome="gave_up", concluded_at=START),
-        replace(machine("b"), attempts=(ended, resumed)),
+        replace(machine("b"), attempts=(ended, resumed), distrusted=((1, 40), (2, 7))),
     )
 
-    assert machines == parse(dump(machines))
+    assert machines == parse(json.loads(json.dumps(dump(machines))))
 
 
 @pytest.mark.parametrize(
@@ -262,3 +265,35 @@ def test_a_machine_says_that_it_came_before_it_does_anything_else():
     assert Join("me", sum_up(seen.ledger, but="me")) == decide(job, new, seen)
     assert Begin(TaskKind.PUBLISH, "joined, 0") == decide(job, joined, seen)
     assert 2 == decide(job, new, replace(seen, other_job="command: there a, here b")).code
+
+
+def test_what_one_machine_distrusts_no_other_resumes_from():
+    """
+    Checkpoints from after the loss went wrong are in the store, and newer than the good one; they are passed over.
+    """
+    job = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
+    good, spoilt = (
+        Checkpoint(ref=Ref(1, step, 1, f"{step:08x}"), size_bytes=1, world_size=1, written_at=START)
+        for step in (100, 200)
+    )
+    there = fold(History(accepted_at=START, opened_at=START), events.distrusted(1, 150, "the loss is nan"))
+    entry = describe_machine(there, machine("a", 1), START)
+    ledger = parse(json.loads(json.dumps(dump((replace(entry, attempts=(attempt(1),)),)))))
+    seen = Observed(
+        now=START,
+        boot_id="b",
+        life="l",
+        machine="me",
+        ledger=ledger,
+        offsite=(good, spoilt),
+        tasks={
+            TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START),
+            TaskKind.PUBLISH: Finished(subject="joined, 0", at=START),
+        },
+    )
+    new = History(accepted_at=START, opened_at=START)
+    join = decide(job, new, seen)
+    joined = fold(new, json.loads(json.dumps(events.joined("me", join.earlier, START))))
+
+    assert Begin(TaskKind.RESTORE, good.ref.name) == decide(job, joined, seen)
+    assert ((1, 150),) == describe_machine(joined, machine("me"), START).distrusted  # and goes on being told
