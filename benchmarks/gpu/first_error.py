@@ -31,6 +31,7 @@ FAILING = Path(__file__).with_name("failing.py")
 ERRORS = re.compile(
     r"Traceback|^\S*(?:Error|Exception)\b|Fatal Python error|Watchdog caught|terminate called|NCCL WARN|Assertion|CUDA error"
 )
+STAMP = re.compile(r"^\[rank\d+\]:(?:\[[EW]\d+ [\d:.]+ )?\s?")
 PREFIX = re.compile(r"\[default(\d+)\]:")
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
 
@@ -46,7 +47,7 @@ class Case:
     timeout_s: int = 600
     options: tuple[str, ...] = ()
     env: dict = field(default_factory=lambda: dict(PREVENTION))
-    on_cards: bool = False
+    on_cards: bool | None = None  # None: there and on the CPU
     ends_it: bool = False  # torchrun itself gets SIGTERM
 
 
@@ -68,7 +69,9 @@ CASES = {
     "before_init": Case("before", "rank 0 raises before it joins", ("user_exception",), rank=0, timeout_s=30),
     "restarts": Case("key", "--max-restarts 1, rank 1: KeyError", ("user_exception",), options=("--max-restarts=1",)),
     "sigterm": Case("none", "torchrun gets SIGTERM", ("sigterm_external",), rank=None, ends_it=True),
-    "sizes": Case("sizes", "all_reduce of different sizes, time-out 10 s", DIFFERS, rank=None, timeout_s=10),
+    "sizes": Case(
+        "sizes", "all_reduce of different sizes, time-out 10 s", DIFFERS, rank=None, timeout_s=10, on_cards=False
+    ),
     "mismatch": Case("mismatch", "all_reduce beside all_gather, time-out 10 s", DIFFERS, rank=None, timeout_s=10),
     "out_of_memory": Case("memory", "rank 1 asks for more memory than the card has", ("cuda_oom",), on_cards=True),
     "illegal_access": Case("access", "rank 1 writes where nothing is", ("cuda_illegal_access",), on_cards=True),
@@ -118,7 +121,7 @@ def first_printed(merged: str) -> str:
         text = PREFIX.sub("", line)
         if ERRORS.search(re.sub(r"^\[rank\d+\]:\s?", "", text)):
             who = PREFIX.match(line)
-            return f"rank {who[1]}: {text[:90]}" if who else text[:90]
+            return f"rank {who[1]}: {STAMP.sub('', text)[:90]}" if who else "nothing by a rank"
     return "nothing"
 
 
@@ -158,7 +161,7 @@ def main() -> int:
     chosen = {
         name: case
         for name, case in CASES.items()
-        if name in (args.cases or CASES) and (on_cards or not case.on_cards)
+        if name in (args.cases or CASES) and case.on_cards in {None, on_cards}
     }  # fmt: skip
     folder = args.folder.resolve() / "errors"
     at_once = args.at_once or max(1, (os.cpu_count() or 2) // 2 if on_cards else 1)

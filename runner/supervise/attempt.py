@@ -45,6 +45,7 @@ PREVENTION: Final[Mapping[str, str]] = {
     "TOKENIZERS_PARALLELISM": "false",  # its threads and DataLoader's fork deadlock
     "TORCH_FR_BUFFER_SIZE": "2000",  # flight recorder: names the rank that did not come to a collective
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # and writes that down when the others time out
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",  # of which four pass between the time-out and the end of a rank; torch takes 15 s
 }
 """Set in every attempt unless the user, or the image, sets them."""
 

@@ -35,7 +35,7 @@ class PulseReader:
 
     def __init__(self, folder: Path, cards: Cards) -> None:
         self._folder, self._cards = folder, cards
-        self._ranks: dict[int, int | None] = {}  # by pid: its rank, None if it is none
+        self._ranks: dict[int, int] = {}  # by pid; who is none yet may still be on its way to become one
         self._sizes: dict[Path, int] = {}
         self._told: dict[Path, str] = {}  # the last line of each file
         self._progress, self._question, self._evaluates = "", "", False
@@ -68,9 +68,9 @@ class PulseReader:
                 return told
         self._ranks = {pid: rank for pid, rank in self._ranks.items() if pid in stats}
         for pid in stats:
-            if pid not in self._ranks:
-                self._ranks[pid] = _rank_of(pid)
-        found = {pid: rank for pid, rank in self._ranks.items() if rank is not None}
+            if pid not in self._ranks and (rank := _rank_of(pid)) is not None:
+                self._ranks[pid] = rank
+        found = self._ranks
         own = {pid: rank for pid, rank in found.items() if stats[pid].parent not in found}  # workers have it, too
         launchers = [pid for pid, stat in stats.items() if stat.parent not in stats]
         children = [pid for pid, stat in stats.items() if stat.parent in launchers]

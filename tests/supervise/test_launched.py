@@ -1,4 +1,7 @@
-"""Logs of torchrun whose ranks failed in a known way: what `benchmarks/gpu/first_error.py` left, with fewer steps."""
+"""
+Logs of torchrun whose ranks failed in a known way: what `benchmarks/gpu/first_error.py` left, with fewer steps and fewer
+repeated warnings. `gloo`: torch 2.13 on the processor; `nccl`: torch 2.11 and NCCL 2.28.9 on two H200.
+"""
 
 from pathlib import Path
 
@@ -23,7 +26,13 @@ TRUTH = {
     "sigterm": ("sigterm_external", None, Decision.RESUME),
     "sizes": ("collective_mismatch", None, Decision.GIVE_UP_USER),
     "mismatch": ("collective_mismatch", None, Decision.GIVE_UP_USER),
+    "out_of_memory": ("cuda_oom", 1, Decision.GIVE_UP_USER),
+    "illegal_access": ("cuda_illegal_access", 1, Decision.GIVE_UP_USER),
+    "device_assert": ("device_side_assert", 1, Decision.GIVE_UP_USER),
 }
+WITHOUT_A_WORD = ("nccl_timeout_missing_rank", 1, Decision.RESUME)
+ON_CARDS = {"hang": WITHOUT_A_WORD, "exit_0": WITHOUT_A_WORD}
+"""NCCL only knows that nothing came."""
 
 
 @pytest.mark.parametrize("log", sorted(LOGS.glob("*/*.log")), ids=lambda log: f"{log.parent.name} {log.stem}")
@@ -33,11 +42,14 @@ def test_the_rank_that_failed_first_is_named(log):
     """
     found = first_error(log)
 
-    assert TRUTH[log.stem] == (found.label, found.rank, found.decision)
+    expected = (ON_CARDS if log.parent.name == "nccl" else {}).get(log.stem, TRUTH[log.stem])
+    assert expected == (found.label, found.rank, found.decision)
 
 
 def test_every_case_is_there():
     """
     A fixture that is lost tests nothing.
     """
-    assert set(TRUTH) == {log.stem for log in LOGS.glob("gloo/*.log")}
+    on_cards = {"out_of_memory", "illegal_access", "device_assert"}
+    assert set(TRUTH) - on_cards == {log.stem for log in LOGS.glob("gloo/*.log")}
+    assert set(TRUTH) - {"sizes"} == {log.stem for log in LOGS.glob("nccl/*.log")}  # NCCL lets other sizes pass

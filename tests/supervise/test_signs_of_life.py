@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_seen(run_python, reader):
     SIGSTOP shows as state T.
     """
     rank = run_python(BUSY, LOCAL_RANK="0")
-    until(lambda: reader.read(live(rank), None, cards_every_s=60).ranks[0].cpu_s > 0)
+    until(lambda: any(seen.cpu_s > 0 for seen in reader.read(live(rank), None, cards_every_s=60).ranks))
 
     os.kill(rank.pid, 19)
 

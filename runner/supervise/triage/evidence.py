@@ -33,6 +33,8 @@ _FRAME: Final = re.compile(r'^\s*File ".*", line \d+, in ')
 _IN_COLLECTIVE: Final = re.compile(r"torch/distributed/|deepspeed/comm|torch/nn/parallel/distributed")
 _AT: Final = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
+_WATCHED: Final = "Stack trace of the failed collective"
+_WATCHED_FRAME: Final = re.compile(r"^#\d+ (?P<name>\S+) from (?P<file>.+):(?P<line>\d+)$")
 _CLOSED: Final = re.compile(r"Sending process \d+ closing signal")
 _EXCEPTION: Final = re.compile(
     r"^(?!INFO|WARNING|ERROR|DEBUG)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error|herror)(?::\s|:$|$)"
@@ -147,6 +149,7 @@ class _Reader:
         self._teardowns: list[int] = []
         self._row: int | None = None
         self._after_last_error = False
+        self._watched: dict[str, int | None] = {}  # by prefix: the rank whose watchdog prints a stack
         self._chain = 0
 
     def read(self, lines: Sequence[LogLine]) -> None:
@@ -171,6 +174,8 @@ class _Reader:
             self._look_for_signs(line)
         if PROGRESS.search(line.text):
             self._step(line)
+        if self._watchdog_tells(line):
+            return
         told = _TOLD.match(line.text) is not None
         if not told and self._in_traceback(line, is_news=is_news):
             return
@@ -229,6 +234,23 @@ class _Reader:
         for sign, pattern in SIGNS.items():
             if sign not in self._seen.signs and pattern.search(line.text):
                 self._seen.signs[sign] = line
+
+    def _watchdog_tells(self, line: LogLine) -> bool:
+        """True if the line is of the stack that NCCL's watchdog prints: where its rank called what never ended."""
+        if _WATCHED in line.text:
+            self._watched[line.prefix] = line.rank
+            return True
+        match = _WATCHED_FRAME.match(line.text)
+        if match is None or line.prefix not in self._watched:
+            return False
+        if not _LIBRARY.search(match["file"]):
+            self._place(self._watched.pop(line.prefix), f"{match['file']}:{match['line']}")
+        return True
+
+    def _place(self, rank: int | None, place: str) -> None:
+        mine = (at for at, wait in enumerate(self._waits) if wait.line.rank == rank and not wait.place)
+        if (at := next(mine, None)) is not None:
+            self._waits[at] = replace(self._waits[at], place=place)
 
     def _in_traceback(self, line: LogLine, *, is_news: bool) -> bool:
         """True if the line stands in a traceback or ends one."""

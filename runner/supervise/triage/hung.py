@@ -101,9 +101,6 @@ def explain(hang: Mapping[str, Any], seen: Evidence, sources: Sequence[Sequence[
         return replace(chosen, line=first.told if first else None), _tell(hang, why)
     elif "wandb" in str(hang.get("question", "")):
         chosen = replace(chosen, label="wandb_prompt")
-    elif not seen.progress and hang.get("cards_wait") and not hang.get("step"):
-        label = "" if "nvlink" in seen.signs else "p2p_hang_acs" if "acs" in seen.signs else "p2p_hang"
-        chosen = replace(chosen, label=label or chosen.label)
     place = places.get(rank if rank is not None else min(places, default=-1))
     own = place.own if place else None
     return replace(chosen, line=own.told if own else None), _tell(hang, why, _at(place))

@@ -146,6 +146,13 @@ def _fault(chosen: Chosen, seen: Evidence) -> Chosen:
     return replace(chosen, decision=Decision.RESUME) if _BROKEN_COMMANDS.search(chosen.text) else chosen
 
 
+def _of_the_script(chosen: Chosen, seen: Evidence) -> Chosen:
+    """NCCL finds any error of the card when it cleans up. After good steps the script's own error is the first."""
+    own = (s for s in seen.suspects if s.label == "cuda_illegal_access" and s.ended and not s.in_collective)
+    mine = next((s for s in own if s.line.rank in {chosen.rank, None}), None)
+    return replace(chosen, label="cuda_illegal_access", line=mine.line) if mine and seen.progress else chosen
+
+
 def _xids(seen: Evidence) -> set[str]:
     return {match[1] for s in seen.suspects for match in _XID.finditer(s.line.text)}
 
@@ -163,4 +170,5 @@ _BY_LABEL: Final[Mapping[str, Callable[[Chosen, Evidence], Chosen]]] = {
     "nan_loss": _nan,
     "gpu_ecc": _memory_error,
     "cuda_illegal_access": _fault,
+    "cuda_illegal_access_nccl": _of_the_script,
 }

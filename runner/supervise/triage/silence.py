@@ -19,6 +19,14 @@ _FIRST_COLLECTIVES: Final = 16  # a transfer that never worked fails among these
 _CLOCK_FACTOR: Final = 3  # a time-out that ran so much longer than its limit saw a clock jump
 _CRASHES: Final = frozenset({-int(signal.SIGSEGV), -int(signal.SIGILL)})
 _TERMINATED: Final = -int(signal.SIGTERM)  # in torchrun's table: it ended that rank itself
+_ALL_END_TOGETHER: Final = {
+    "ALLREDUCE",
+    "ALLGATHER",
+    "_ALLGATHER_BASE",
+    "REDUCE_SCATTER",
+    "_REDUCE_SCATTER_BASE",
+    "BARRIER",
+}
 _GRADIENTS: Final = {"ALLREDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE"}
 
 
@@ -122,6 +130,8 @@ def _in_collective(waits: Sequence[Waited], seen: Evidence) -> Chosen:
         return replace(timeout, label="nan_one_rank_skips_collective", line=line, rank=line.rank)
     if odd := _odd_one(waits):
         return replace(timeout, label="uneven_data", line=odd.line, rank=odd.line.rank)
+    if _are_apart(waits, seen) or _went_on(waits):
+        return replace(timeout, label="collective_mismatch")
     missing = _missing(waits, seen)
     if missing is not None:
         label = "timeout_preprocessing" if _prepares(seen) else "nccl_timeout_missing_rank"
@@ -170,6 +180,15 @@ def _are_apart(waits: Sequence[Waited], seen: Evidence) -> bool:
     others = ((s.line.rank, s.place) for s in seen.suspects if s.kind is Kind.ECHO and s.place)
     places = {rank: place for rank, place in (*((w.line.rank, w.place) for w in waits), *others) if rank is not None}
     return len(places) > 1 and set(places) == seen.ranks and "" not in places.values() and len(set(places.values())) > 1
+
+
+def _went_on(waits: Sequence[Waited]) -> bool:
+    """One waits in a later collective than another, which no rank can end before all have come: it ended something else."""
+    numbered = [
+        (int(wait.seq), wait.operation) for wait in waits if wait.seq.isdecimal() and wait.line.rank is not None
+    ]
+    first = min(numbered, default=(0, ""))
+    return first[1] in _ALL_END_TOGETHER and any(number > first[0] for number, _ in numbered)
 
 
 def _for_store(waits: Sequence[Waited], seen: Evidence) -> Chosen:
