@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MARK = "BENCHMARK_LAUNCH"  # whatever a launch starts carries it
-LARGE = "--layers 12 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 24 --global-batch 48"
+LARGE = "--layers 8 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 24 --global-batch 48"
 SMALL = "--layers 2 --hidden 128 --vocabulary 512 --sequence 64 --per-card 4 --global-batch 8"
 
 

@@ -1,7 +1,7 @@
 """
 Kill -9 in the middle of training and of a save: how long until the next step, what is lost, is the loss the same?
 
-    python benchmarks/gpu/kill.py FOLDER [--limit-s 120] [--steps 200] [--size "--layers 12 --hidden 1024 …"]
+    python benchmarks/gpu/kill.py FOLDER [--limit-s 130] [--steps 110] [--size "--layers 12 --hidden 1024 …"]
 
 A reference trains undisturbed. Then the runner trains the same, and three times something is killed: one rank between
 two saves, one rank while its state is being staged, all ranks when all is staged and nothing is on the disk yet.
@@ -27,7 +27,9 @@ PARTS = (
     "cleaned up",
     "launched",
     "torchrun started",
-    "imports",
+    "torch",
+    "FSDP",
+    "vramfarm",
     "cards joined",
     "model built",
     "restored",
@@ -36,7 +38,7 @@ PARTS = (
 
 
 class LateError(Exception):
-    """The time for this part is over."""
+    """The time for this part is over, or the run is."""
 
 
 class Run:
@@ -68,7 +70,7 @@ class Run:
         """What `look` finds at last."""
         while not (found := look()):
             if time.monotonic() > self.deadline:
-                raise LateError
+                raise LateError("the time is over")
             if self.process.poll() is not None:
                 raise LateError(f"the runner ended with {self.process.returncode}")
             if pause_s:
@@ -115,8 +117,8 @@ def when_staged(run, page):
 
 KILLS = {
     "one rank, between two saves": between_saves,
-    "one rank, while its state is staged": while_staging,
     "all ranks, when all is staged": when_staged,
+    "one rank, while its state is staged": while_staging,
 }
 
 
@@ -149,7 +151,7 @@ def broken_down(run, attempt, found):
         _seconds(run.journal("exited")[attempt - 1]["at"]),
         _seconds(run.journal("launched")[attempt]["at"]),
     ]
-    names = ("process", "imported", "joined", "built", "restored")
+    names = ("process", "torch", "fsdp", "imported", "joined", "built", "restored")
     moments += [max(run.events(name, rank)[attempt]["at"] for rank in (0, 1)) for name in names]
     moments.append(first["at"])
     found["parts"] = dict(zip(PARTS, (b - a for a, b in pairwise(moments)), strict=True))
@@ -164,11 +166,21 @@ def _seconds(text):
 
 
 def compare(reference, curve):
-    """How many losses of the disturbed run are the reference's bit for bit, and the first that is not."""
+    """
+    What the disturbed run's losses are to the reference's, bit for bit.
+
+    Up to the first kill that is a second undisturbed run: if those differ, it is the training that does.
+    """
     there = {one["step"]: one["loss"] for one in reference}
     known = [one for one in curve if one["step"] in there]
-    wrong = [one for one in known if one["loss"] != there[one["step"]]]
-    return len(known), wrong, len({one["step"] for one in known})
+    first = [one for one in known if one["pid"] == known[0]["pid"]]
+    return {
+        "losses": len(known),
+        "steps": len({one["step"] for one in known}),
+        "wrong": [one for one in known if one["loss"] != there[one["step"]]],
+        "before": len(first),
+        "wrong_before": sum(one["loss"] != there[one["step"]] for one in first),
+    }
 
 
 def main():
@@ -193,7 +205,7 @@ def main():
         say(tail(folder / "reference.log"))
     say(f"reference: {len(there)} steps, {_step_s(there):.3f} s each, exit {code}")
 
-    run = Run(folder, deadline - 15, arguments.steps, arguments.size, arguments.interval)
+    run = Run(folder, deadline - 12, arguments.steps, arguments.size, arguments.interval)
     try:
         for attempt, (name, wait) in enumerate(KILLS.items(), 1):
             found = kill(run, attempt, wait)
@@ -214,11 +226,14 @@ def main():
     except Exception as error:  # noqa: BLE001  # what was found counts
         failures.append(repr(error))
     finally:
-        end(run.process, 15)
+        end(run.process, 12)
     curve = lines(run.out / "curve.jsonl")
-    num, wrong, num_steps = compare(there, curve)
-    if not num or wrong:
-        failures.append(f"{len(wrong)} of {num} losses differ, the first at step {wrong[0]['step'] if wrong else '-'}")
+    compared = compare(there, curve)
+    wrong = compared["wrong"]
+    if wrong or not curve:
+        failures.append(
+            f"{len(wrong)} of {compared['losses']} losses differ, the first at step {wrong[0]['step'] if wrong else '-'}"
+        )
     staged = results.get("all ranks, when all is staged")
     if staged and not staged["too_late"] and staged["resumed"] != staged["saving"]:
         failures.append(f"the save of step {staged['saving']} was staged and is lost")
@@ -226,7 +241,7 @@ def main():
         say(tail(run.log, 25))
         for path in sorted(run.folder.glob("logs/attempt-*/launcher.log"))[-2:]:
             say(f"{path}:\n{tail(path)}")
-    write(folder.parent, arguments, there, results, compared=(num, wrong, num_steps), failures=failures)
+    write(folder.parent, arguments, there, results, compared=compared, failures=failures)
     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     sys.exit(bool(failures))
 
@@ -239,7 +254,6 @@ def _step_s(curve):
 def write(folder, arguments, reference, results, *, compared, failures):
     from model import about
 
-    num, wrong, num_steps = compared
     lines_of_text = [
         f"{about()}; {arguments.size}; a step of {_step_s(reference):.3f} s, a save every {arguments.interval}",
         "",
@@ -249,14 +263,16 @@ def write(folder, arguments, reference, results, *, compared, failures):
     for name, found in results.items():
         parts = " | ".join(f"{seconds:.2f}" for seconds in found["parts"].values())
         lines_of_text.append(f"| {name} | {parts} | {found['total_s']:.2f} | {found['lost']} |")
+    wrong, losses, before = compared["wrong"], compared["losses"], compared["before"]
     first = f"; the first that differs: step {wrong[0]['step']}" if wrong else ""
-    lines_of_text += [
-        "",
-        f"Losses of {num_steps} steps, written {num} times: {num - len(wrong)} equal the undisturbed run's bit for bit{first}.",
-    ]
+    equal = f"{losses - len(wrong)} equal the undisturbed run's bit for bit{first}"
+    twice = (
+        f"Up to the first kill, which is two undisturbed runs: {before - compared['wrong_before']} of {before} equal"
+    )
+    lines_of_text += ["", f"Losses of {compared['steps']} steps, written {losses} times: {equal}. {twice}.", ""]
     for name, found in results.items():
         lines_of_text.append(
-            f"{name}: killed at step {found['step']}, newest then {found['kept']}"
+            f"- {name}: killed at step {found['step']}, newest then {found['kept']}"
             + (f", a save of step {found['saving']} on its way" if found["saving"] else "")
             + f"; went on from {found['resumed']}."
         )
@@ -269,10 +285,10 @@ def write(folder, arguments, reference, results, *, compared, failures):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
-    parser.add_argument("--limit-s", type=float, default=120 if has_cards() else 400)
-    parser.add_argument("--steps", type=int, default=200 if has_cards() else 150)
+    parser.add_argument("--limit-s", type=float, default=130 if has_cards() else 400)
+    parser.add_argument("--steps", type=int, default=110 if has_cards() else 100)
     parser.add_argument("--size", default=LARGE if has_cards() else f"{SMALL} --pause 0.1")
-    parser.add_argument("--interval", default="3s")
+    parser.add_argument("--interval", default="2s")
     return parser.parse_args()
 
 

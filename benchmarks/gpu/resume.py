@@ -1,7 +1,7 @@
 """
 One training on two cards, then on one, then on two again: the same weights, the same batches, each sample once.
 
-    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 20] [--size "--layers 8 --hidden 1024 …"]
+    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 16] [--size "--layers 8 --hidden 1024 …"]
 
 Each part trains as many steps, saves its end and is gone; the next one goes on from there. Compared are checksums of
 every whole tensor as it is in the training before and after the change, and in the checkpoint between them.
@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from drive import LARGE, SMALL, finish, has_cards, launch, lines, tail, torchrun
@@ -84,11 +85,13 @@ def main():
     folder = Path(arguments.folder).resolve() / "resume"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    failures, rows, kept, size, saved = [], [], {}, 0, {}
+    failures, rows, kept, reading = [], [], {}, None
 
     def say(text):
         print(f"{time.monotonic() - began:6.1f} {text}", flush=True)
 
+    readers = ThreadPoolExecutor(1)  # reads a checkpoint while the next part starts
+    readers.submit(__import__, "torch")
     for part, ranks in enumerate(RANKS):
         code = train(folder, part, arguments, arguments.limit_s - (time.monotonic() - began))
         begin, final = event(folder, part, "restored"), event(folder, part, "ended")
@@ -98,16 +101,16 @@ def main():
             say(tail(folder / f"part-{part}.log", 30))
             break
         if part:
+            step, size, saved = reading.result()
+            if step != kept["step"]:
+                failures.append(f"the newest checkpoint was of step {step}, not {kept['step']}")
             wrong = differing(kept["digest"], begin["digest"])
             in_file = differing(saved, kept["digest"])
             rows.append((RANKS[part - 1], ranks, begin["step"], size, len(saved), len(wrong), len(in_file)))
             failures += [f"{RANKS[part - 1]} to {ranks}: {one} differs" for one in (wrong + in_file)[:5]]
             if begin["step"] != kept["step"]:
                 failures.append(f"went on from step {begin['step']}, not {kept['step']}")
-        kept = final
-        step, size, saved = stored(folder / "checkpoints")
-        if step != final["step"]:
-            failures.append(f"the newest checkpoint is of step {step}, not {final['step']}")
+        kept, reading = final, readers.submit(stored, folder / "checkpoints")
     by_step = samples(folder)
     taken = [one for ids in by_step.values() for one in ids]
     missing, batch = left_out(taken, arguments)
@@ -147,7 +150,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--limit-s", type=float, default=90 if has_cards() else 300)
-    parser.add_argument("--steps", type=int, default=20, help="of each part")
+    parser.add_argument("--steps", type=int, default=16, help="of each part")
     parser.add_argument("--size", default=LARGE if has_cards() else SMALL)
     parser.add_argument("--samples", type=int, default=100_000, help="as train.py has it")
     return parser.parse_args()

@@ -14,17 +14,8 @@ import time
 import zlib
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from model import Model, join, loss_of, shard
-from torch.utils.data import DataLoader, Dataset
 
-from vramfarm import Checkpointer
-
-_IMPORTED = time.time()
-
-
-class Tokens(Dataset):
+class Tokens:
     """Sequences that can be learnt: each number follows from the one before and from the sample's own stride."""
 
     def __init__(self, samples, length, vocabulary):
@@ -34,6 +25,8 @@ class Tokens(Dataset):
         return self.samples
 
     def __getitem__(self, i):
+        import torch
+
         stride = 1 + i % 7
         return i, (torch.arange(self.length + 1) * stride + 13 * i) % self.vocabulary
 
@@ -46,6 +39,17 @@ class Notes:
 
     def add(self, **fields):
         os.write(self._fd, json.dumps({"pid": os.getpid(), "at": time.time(), **fields}).encode() + b"\n")
+
+
+def be_deterministic():
+    """The same bits from the same weights and samples: without this the backward pass of attention differs from run to run."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filled memory would only cost time
+    if torch.cuda.is_available():
+        for choose in ("cudnn", "mem_efficient", "math"):
+            getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)
 
 
 def process_began():
@@ -65,6 +69,8 @@ def digest(model, optimizer):
 
 
 def _sum(tensor):
+    import torch
+
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return zlib.crc32(memoryview(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
@@ -77,8 +83,18 @@ def main():
     events = Notes(out / f"events-{rank}.jsonl")
     began = process_began()
     events.add(event="process", at=began, control=os.environ.get("VRAMFARM_CONTROL", ""), world_size=world_size)
-    events.add(event="imported", at=_IMPORTED)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    import torch
+
+    events.add(event="torch")
+    import torch.distributed as dist
+    from model import Model, join, loss_of, shard
+    from torch.utils.data import DataLoader
+
+    events.add(event="fsdp")
+    from vramfarm import Checkpointer
+
+    events.add(event="imported")
+    be_deterministic()
     device = join()
     dist.all_reduce(torch.ones(1, device=device))  # the first collective brings the links up
     events.add(event="joined")
