@@ -513,51 +513,68 @@ class Checkpointer:
         return "", False
 
     def _load(self, reader: Reader) -> None:
+        """Ask for everything, read it in one go, hand it out: nothing but tensors is touched before all of it was verified."""
         manifest = reader.manifest
         ranks = manifest.state["ranks"]
-        shared = ranks["0"]["shared"]
         report = _Report()
+        rest = self._plan(reader, ranks["0"]["shared"], report)
+        own = self._plan_own(reader, ranks)
+        reader.flush()
+        for then in rest:
+            then()
+        self._step = ranks["0"]["shared"]["step"]
+        self._apply_own(own, len(ranks), report)
+        self._apply_position(own, ranks, report)
+        self._say(f"resumed from {manifest.ref.name} ({run.num_shards_text(manifest)})\n{report.text()}")
+
+    def _plan(self, reader: Reader, shared: dict[str, Any], report: _Report) -> list[state.Then]:
+        """Ask for what all ranks share. Return what is left to do with it."""
+        rest = []
         models = self._models()
         for name, module in models.items():
             if report.is_there(name, shared["models"]):
-                report.restored(f"{name} ({state.apply_module(reader, name, module, shared['models'][name])} tensors)")
+                count, then = state.plan_module(reader, name, module, shared["models"][name])
+                rest.append(then)
+                report.restored(f"{name} ({count} tensors)")
         for name, optimizer in self._optimizers:
             if report.is_there(name, shared["optimizers"]):
-                state.apply_optimizer(reader, optimizer, list(models.values()), shared["optimizers"][name])
+                saved = shared["optimizers"][name]
+                rest.append(state.plan_optimizer(reader, optimizer, list(models.values()), saved))
                 report.restored(name)
         for name, thing in self._objects.items():
             if name not in models and report.is_there(name, shared["objects"]):
-                state.apply_object(reader, thing, shared["objects"][name])
+                rest.append(state.plan_object(reader, thing, shared["objects"][name]))
                 report.restored(name)
         for name in sorted(
             {n for kind in ("models", "optimizers", "objects") for n in shared[kind]} - set(self._names())
         ):
             report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
-        self._step = shared["step"]
-        self._load_own(reader, ranks, report)
-        self._load_position(reader, ranks, report)
-        self._say(f"resumed from {manifest.ref.name} ({run.num_shards_text(manifest)})\n{report.text()}")
+        return rest
 
-    def _load_own(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> None:
+    def _plan_own(self, reader: Reader, ranks: dict[str, Any]) -> dict[str, Any]:
+        """Ask for what is this rank's own; nothing where the ranks are not the same."""
+        if len(ranks) != self._world.size:
+            return {}
+        own = ranks[str(self._world.rank)]["own"]
+        return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader") if name in own}
+
+    def _apply_own(self, own: dict[str, Any], num_ranks: int, report: _Report) -> None:
         """Random numbers: each rank's own, or new ones where the ranks are not the same."""
-        if len(ranks) == self._world.size:
-            self._rng = state.decode(ranks[str(self._world.rank)]["own"]["rng"], reader.read)
+        if num_ranks == self._world.size:
+            self._rng = own["rng"]
             state.apply_rng(self._rng)
             report.restored("random numbers")
             return
         self._rng = None
         state.reseed(self._seed, self._step, self._world.rank)
         report.left_out(
-            f"random numbers: saved by {len(ranks)} ranks, now {self._world.size}; seeded anew from (seed, step, rank)"
+            f"random numbers: saved by {num_ranks} ranks, now {self._world.size}; seeded anew from (seed, step, rank)"
         )
 
-    def _load_position(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> None:
+    def _apply_position(self, own: dict[str, Any], ranks: dict[str, Any], report: _Report) -> None:
         position = ranks["0"]["shared"]["position"]
         self._position = Position(**position)
-        loader_state = None
-        if len(ranks) == self._world.size and "loader" in ranks[str(self._world.rank)]["own"]:
-            loader_state = state.decode(ranks[str(self._world.rank)]["own"]["loader"], reader.read)
-        self._saved = Saved(Position(**position), ranks["0"]["shared"]["data_ranks"], loader_state)
+        self._saved = Saved(Position(**position), ranks["0"]["shared"]["data_ranks"], own.get("loader"))
         if self._loader is None:
             report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it)")
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,33 +20,49 @@ from vramfarm import image, protocol, streaming
 from vramfarm.folder import Stored
 from vramfarm.image import ImageError, Placed
 from vramfarm.staging import TORCH_DTYPES, as_tensor
-from vramfarm.streaming import DamagedError, Run
+from vramfarm.streaming import Buffer, DamagedError, Run, Source
 
 _ALGORITHM = "crc32"
-_LARGE_BYTES = 1 << 20  # from here on a part is worth a place in the queue
+_CHUNK = protocol.CHUNK_BYTES
 
 __all__ = ["DamagedError", "Reader"]
 
 
 class _File:
-    """One shard, mapped privately. No byte of it leaves before its chunk was verified."""
+    """One shard. No byte of it leaves before its chunk was verified."""
 
-    def __init__(self, path: Path, shard: protocol.Shard) -> None:
-        self.name = f"{path.parent.name}/{shard.path}"
-        self.path = path
-        self.shard = shard
-        self._verified = [False] * len(shard.checksums)
-        with path.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), shard.size_bytes, access=mmap.ACCESS_COPY)
-        self._raw = as_tensor(self._memory)
+    def __init__(self, path: Path, source: Source) -> None:
+        self.source, self.name = source, source.name
+        self._path, self._shard = path, source.shard
+        self._mapped: _Mapped | None = None
+        shard = source.shard
         try:
-            start = image.header_bytes(self._bytes(0, 8), shard.size_bytes)
-            self.placed = image.parse_header(self._bytes(0, start), shard.size_bytes)
+            start = image.header_bytes(self._head(8), shard.size_bytes)
+            self.placed = image.parse_header(self._head(start), shard.size_bytes)
         except ImageError as error:
             raise DamagedError(f"{self.name}: {error}") from None
 
     def tensor(self, placed: Placed) -> Tensor:
         """Return a view of one tensor's bytes, as that tensor."""
+        self._mapped = self._mapped or _Mapped(self.name, self._path, self._shard)
+        return self._mapped.tensor(placed)
+
+    def _head(self, size: int) -> bytes:
+        chunks = range(-(-min(size, self._shard.size_bytes) // _CHUNK))
+        return b"".join(self.source.keep(chunk)[: size - chunk * _CHUNK] for chunk in chunks)
+
+
+class _Mapped:
+    """The same in memory, for what is wanted with holes between its parts."""
+
+    def __init__(self, name: str, path: Path, shard: protocol.Shard) -> None:
+        self._name, self._shard = name, shard
+        self._verified = [False] * len(shard.checksums)
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), shard.size_bytes, access=mmap.ACCESS_COPY)
+        self._raw = as_tensor(self._memory)
+
+    def tensor(self, placed: Placed) -> Tensor:
         dtype = TORCH_DTYPES[placed.box.dtype]
         self._verify(placed.begin, placed.end)
         raw = self._raw[placed.begin : placed.end]
@@ -53,17 +70,12 @@ class _File:
             raw = raw.clone()  # another writer's file: views must be aligned
         return raw.view(dtype).view(placed.box.shape)
 
-    def _bytes(self, begin: int, end: int) -> bytes:
-        self._verify(begin, end)
-        return self._memory[begin:end]
-
     def _verify(self, begin: int, end: int) -> None:
-        size = protocol.CHUNK_BYTES
-        for chunk in range(begin // size, min(-(-end // size), len(self._verified))):
+        for chunk in range(begin // _CHUNK, min(-(-end // _CHUNK), len(self._verified))):
             if self._verified[chunk]:
                 continue
-            with memoryview(self._memory)[chunk * size : (chunk + 1) * size] as raw:
-                streaming.check(self.name, self.shard, chunk, raw)
+            with memoryview(self._memory)[chunk * _CHUNK : (chunk + 1) * _CHUNK] as raw:
+                streaming.check(self._name, self._shard, chunk, raw)
             self._verified[chunk] = True
 
 
@@ -81,9 +93,12 @@ class Reader:
         if self.manifest.algorithm != _ALGORITHM:
             raise DamagedError(f"{stored.path.name}: expected {_ALGORITHM} checksums, got {self.manifest.algorithm!r}")
         self._parts: dict[str, list[_Part]] = {}
-        self._queue: list[Run] = []
-        for shard in self.manifest.shards:
-            file = _File(stored.path / shard.path, shard)
+        self._queue: dict[Source, list[Run]] = defaultdict(list)
+        self._free: list[Buffer] = []
+        paths = [stored.path / shard.path for shard in self.manifest.shards]
+        sources = [Source(path, shard) for path, shard in zip(paths, self.manifest.shards, strict=True)]
+        for path, source in zip(paths, sources, strict=True):
+            file = _File(path, source)
             for placed in file.placed:
                 self._parts.setdefault(placed.box.key, []).append(_Part(file, placed))
         for key, parts in self._parts.items():
@@ -112,29 +127,32 @@ class Reader:
                 f"{self.manifest.ref.name}: {key}: {missing} of {local.numel()} elements are in no shard"
             )
 
-    def read(self, key: str) -> Tensor:
-        """Return the whole tensor."""
+    def whole(self, key: str) -> Tensor:
+        """Return the whole tensor, which is filled by the next `flush`."""
         whole = torch.empty(self.shape(key), dtype=self.dtype(key))
-        waiting, self._queue = self._queue, []
         self.read_into(key, whole, (0,) * whole.dim())
+        return whole
+
+    def read(self, key: str) -> Tensor:
+        """Return the whole tensor, filled, with all that waits for a `flush`."""
+        whole = self.whole(key)
         self.flush()
-        self._queue = waiting  # many together are read faster than one by one
         return whole
 
     def flush(self) -> None:
         """Fill everything that waits for it."""
-        queue, self._queue = self._queue, []
+        queue, self._queue = self._queue, defaultdict(list)
         if queue:
-            with torch.no_grad():
-                streaming.read_all(queue)
+            streaming.read_all(queue, self._free)
 
     def _bring(self, overlap: _Overlap) -> int:
-        """Return the number of elements that are filled, or will be: what is large and in one piece waits its turn."""
-        run = overlap.run()
-        if run is None:
-            overlap.copy()
-        else:
-            self._queue.append(run)
+        """Return the number of elements that are filled, or will be: what is in one piece waits for the others."""
+        if overlap.count:
+            run = overlap.run()
+            if run is None:
+                overlap.copy()
+            else:
+                self._queue[overlap.source].append(run)
         return overlap.count
 
 
@@ -156,26 +174,27 @@ class _Overlap:
         is_none = min(self._extent, default=1) <= 0 or local.numel() == 0
         self.count = 0 if is_none else math.prod(self._extent)
 
+    @property
+    def source(self) -> Source:
+        return self._part.file.source
+
     def copy(self) -> None:
-        if self.count:
-            source = self._part.file.tensor(self._part.placed)
-            box = self._part.placed.box
-            self._local[_slices(self._begin, self._extent, self._offsets)].copy_(
-                source[_slices(self._begin, self._extent, box.offsets)]
-            )
+        source = self._part.file.tensor(self._part.placed)
+        box = self._part.placed.box
+        self._local[_slices(self._begin, self._extent, self._offsets)].copy_(
+            source[_slices(self._begin, self._extent, box.offsets)]
+        )
 
     def run(self) -> Run | None:
-        """The same as one row of bytes on both sides; None where it is none, or a short one."""
-        box, local, item = self._part.placed.box, self._local, self._local.element_size()
-        if self.count * item < _LARGE_BYTES or not local.is_contiguous():
+        """The same as one row of bytes on both sides; None where it is none."""
+        box, local = self._part.placed.box, self._local
+        if not local.is_contiguous() or not (self._extent[1:] == list(box.shape[1:]) == list(local.shape[1:])):
             return None
-        if not (self._extent[1:] == list(box.shape[1:]) == list(local.shape[1:])):
-            return None
+        item = local.element_size()
         row = math.prod(local.shape[1:]) * item
-        begin = self._part.placed.begin + (self._begin[0] - box.offsets[0]) * row
-        to = (self._begin[0] - self._offsets[0]) * row
-        flat = local.view(-1).view(torch.uint8)[to : to + self.count * item]
-        return Run(self._part.file.path, self._part.file.shard, begin, flat)
+        first = 0 if not self._extent else self._begin[0]
+        begin = self._part.placed.begin + (first - sum(box.offsets[:1])) * row
+        return Run(begin, begin + self.count * item, local, (first - sum(self._offsets[:1])) * row)
 
 
 def _slices(begin: Sequence[int], extent: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

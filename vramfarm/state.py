@@ -26,6 +26,8 @@ from vramfarm.typed import StateError
 
 MODEL: Final = "model"
 _EXTRA: Final = "_extra_state"
+Then = Callable[[], None]
+"""What is left to do for a part of the state when its tensors are filled."""
 
 
 @dataclass
@@ -177,21 +179,24 @@ def collect_module(snapshot: Snapshot, prefix: str, module: nn.Module) -> Any:  
     return extra
 
 
-def apply_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[str, Any]) -> int:
-    """Fill a module in place and return how many tensors that were; `StateError` lists what does not fit."""
+def plan_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[str, Any]) -> tuple[int, Then]:
+    """Ask for what a module holds, to be filled in place; also return how many tensors that is. `StateError` lists what does not fit."""
     targets = {f"{prefix}.{n}": v for n, v in named_state(module) if not n.endswith(_EXTRA)}
     extra_tensors = tuple(f"{prefix}.{name}" for name in extra)
     saved = {k for k in reader.keys if k.startswith(f"{prefix}.") and not k.startswith(extra_tensors or ("\0",))}
     _check_fit(reader, prefix, targets, saved)
     for key, tensor in targets.items():
         fill_from(reader, key, tensor)
-    reader.flush()
-    for raw in [name for name in module.state_dict() if name.endswith(_EXTRA)]:
-        name = clean_name(module, raw)
-        if name in extra:
-            owner = module.get_submodule(raw.removesuffix(_EXTRA).rstrip("."))
-            owner.set_extra_state(decode(extra[name], reader.read))
-    return len(targets)
+    raw_names = [name for name in module.state_dict() if name.endswith(_EXTRA)] if extra else []
+    decoded = {
+        raw: decode(extra[name], reader.whole) for raw in raw_names if (name := clean_name(module, raw)) in extra
+    }
+
+    def then() -> None:
+        for raw, value in decoded.items():
+            module.get_submodule(raw.removesuffix(_EXTRA).rstrip(".")).set_extra_state(value)
+
+    return len(targets), then
 
 
 def _check_fit(reader: Reader, prefix: str, targets: Mapping[str, Tensor], saved: set[str]) -> None:
@@ -239,11 +244,11 @@ def collect_states(snapshot: Snapshot, prefix: str, names: Sequence[str], states
     return [[name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in named.items()]
 
 
-def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> None:  # noqa: ANN401  # JSON
-    """Put an optimizer's state back, matched by parameter name, in the precision it was saved in."""
+def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> Then:  # noqa: ANN401  # JSON
+    """Ask for an optimizer's state, matched by parameter name, in the precision it was saved in."""
     names = optimizer_names(optimizer, models)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    groups = decode(saved["groups"], reader.read)
+    groups = decode(saved["groups"], reader.whole)
     _check_groups(optimizer, names, groups)
     index = {name: i for i, name in enumerate(names)}
     like = {name: parameters[i] for name, i in index.items()}
@@ -251,12 +256,15 @@ def apply_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Se
         index.get(name, name): decode(inner, partial(_state_tensor, reader, like.get(name)))
         for name, inner in saved["state"]
     }
-    reader.flush()  # before anybody casts them
-    numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
-    optimizer.load_state_dict({"state": state, "param_groups": numbered})
-    for i, inner in state.items():
-        if isinstance(i, int):
-            _restore_precision(optimizer.state[parameters[i]], inner)
+
+    def then() -> None:
+        numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
+        optimizer.load_state_dict({"state": state, "param_groups": numbered})
+        for i, inner in state.items():
+            if isinstance(i, int):
+                _restore_precision(optimizer.state[parameters[i]], inner)
+
+    return then
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -286,7 +294,7 @@ def _state_tensor(reader: Reader, parameter: Tensor | None, key: str) -> Tensor:
         tensor = torch.empty_like(parameter, dtype=reader.dtype(key), requires_grad=False)
         fill_from(reader, key, tensor)
         return tensor
-    return reader.read(key)
+    return reader.whole(key)
 
 
 def _restore_precision(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -299,21 +307,20 @@ def _restore_precision(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------- other objects
 
 
-def apply_object(reader: Reader, thing: Any, saved: Any) -> None:  # noqa: ANN401  # anything with load_state_dict
-    """Put any object's state back; tensors take the layout and place that they have in the object now."""
+def plan_object(reader: Reader, thing: Any, saved: Any) -> Then:  # noqa: ANN401  # anything with load_state_dict
+    """Ask for any object's state; tensors take the layout and place that they have in the object now."""
     present = _tensors_by_path(thing)
 
     def tensor(key: str) -> Tensor:
         like = present.get(key.partition(".")[2])
         if like is None or tuple(like.shape) != reader.shape(key):
-            return reader.read(key)
+            return reader.whole(key)
         made = torch.empty_like(like, dtype=reader.dtype(key), requires_grad=False)
         fill_from(reader, key, made)
         return made
 
     decoded = decode(saved, tensor)
-    reader.flush()
-    thing.load_state_dict(decoded)
+    return lambda: thing.load_state_dict(decoded)
 
 
 def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict

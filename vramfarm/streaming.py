@@ -1,5 +1,5 @@
 """
-Large parts of a checkpoint straight to where they belong: read directly, verified on the way, several pieces at once.
+The bytes of a checkpoint straight to where they belong: read directly, verified on the way, several pieces at once.
 
 The rule: no byte reaches a tensor before its chunk was verified, and each chunk is read once.
 """
@@ -12,14 +12,14 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
+import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,21 +27,23 @@ from torch import Tensor
 from vramfarm import protocol
 
 MOST_READERS: Final = 8
+LEAST_READERS: Final = 4  # they wait for the disk, not for a processor
 _CHUNK: Final = protocol.CHUNK_BYTES
+_UNREADABLE: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 
 
 class DamagedError(Exception):
     """The bytes of a checkpoint are not those that were written; the text says where."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of one file, from `begin` on, that fill `to`: the bytes of a tensor without holes."""
+    """Bytes `begin` to `end` of a shard, which go to byte `at` of `to`, a tensor without holes."""
 
-    path: Path
-    shard: protocol.Shard
     begin: int
+    end: int
     to: Tensor
+    at: int
 
 
 def check(name: str, shard: protocol.Shard, chunk: int, raw: memoryview) -> None:
@@ -53,108 +55,140 @@ def check(name: str, shard: protocol.Shard, chunk: int, raw: memoryview) -> None
         )
 
 
-def read_all(runs: Sequence[Run]) -> None:
-    """Fill the tensors of all runs."""
-    work: dict[tuple[Path, int], list[tuple[Run, int, int]]] = defaultdict(list)
-    for run in runs:
-        end = run.begin + len(run.to)
-        for chunk in range(run.begin // _CHUNK, -(-end // _CHUNK)):
-            work[run.path, chunk].append((run, max(run.begin, chunk * _CHUNK), min(end, (chunk + 1) * _CHUNK)))
-    files = {run.path: _Source(run) for run in runs}
-    streams = {one: torch.cuda.current_stream(one) for one in {run.to.device for run in runs} if one.type == "cuda"}
-    buffers = _Buffers(streams)
-
-    def bring(item: tuple[tuple[Path, int], list[tuple[Run, int, int]]]) -> None:
-        (path, chunk), parts = item
-        buffer = buffers.mine()
-        files[path].read(chunk, buffer.raw)
-        for run, begin, end in parts:
-            piece = buffer.tensor[begin - chunk * _CHUNK : end - chunk * _CHUNK]
-            with _on(streams.get(run.to.device)):
-                run.to[begin - run.begin : end - run.begin].copy_(piece)
-
-    pool = ThreadPoolExecutor(_num_readers())
-    try:
-        for _ in pool.map(bring, sorted(work.items(), key=lambda item: item[0])):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
-        for file in files.values():
-            file.close()
-
-
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """A thread has a current stream of its own, and memory that was used before is free in the order of the caller's."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _num_readers() -> int:
-    """This rank's share of the processors."""
+def num_readers() -> int:
+    """This rank's share of the processors, and enough to keep a disk busy."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MOST_READERS, max(2, len(os.sched_getaffinity(0)) // ranks))
+    return min(MOST_READERS, max(LEAST_READERS, len(os.sched_getaffinity(0)) // ranks))
 
 
-class _Source:
-    """A shard, read past the page cache where the filesystem has that."""
+class Buffer:
+    """Room for a chunk, for one thread at a time; pinned where there is a device that it may go on to."""
 
-    def __init__(self, run: Run) -> None:
-        self._shard = run.shard
-        self._name = f"{run.path.parent.name}/{run.path.name}"
-        self._fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.tensor = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
+            self.address = self.tensor.data_ptr()
+            self.raw = memoryview((ctypes.c_char * _CHUNK).from_address(self.address)).cast("B")
+        else:
+            memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.raw = memoryview(memory)
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            self.address = self.tensor.data_ptr()
+
+
+class Source:
+    """A shard, read chunk by chunk, past the page cache where the filesystem has that."""
+
+    def __init__(self, path: Path, shard: protocol.Shard) -> None:
+        self.name = f"{path.parent.name}/{path.name}"
+        self.shard = shard
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self._is_direct = False
+        self._kept: dict[int, Buffer] = {}
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, 0, _CHUNK, os.POSIX_FADV_WILLNEED)  # the header, soon
+
+    def be_direct(self) -> None:
+        """From here on. Until then what is read is there for the other ranks, too."""
         try:
-            direct = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+            self._is_direct = True
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
-            return
-        os.close(self._fd)
-        self._fd = direct
 
-    def read(self, chunk: int, raw: memoryview) -> None:
+    def keep(self, chunk: int) -> memoryview:
+        """Read a chunk ahead and return its bytes."""
+        if chunk not in self._kept:
+            buffer = Buffer()
+            self.read(chunk, buffer)
+            self._kept[chunk] = buffer
+        return self._kept[chunk].raw[: self._size_of(chunk)]
+
+    def take_kept(self, chunk: int) -> Buffer | None:
+        """Return the buffer of a chunk that was read ahead; whoever takes it has it for himself."""
+        return self._kept.pop(chunk, None)
+
+    def read(self, chunk: int, buffer: Buffer) -> None:
         """Read and verify one chunk."""
-        at, size = 0, min(_CHUNK, self._shard.size_bytes - chunk * _CHUNK)
+        at, size = 0, self._size_of(chunk)
         while at < size:
+            was_direct = self._is_direct
             try:
-                count = os.preadv(self._fd, [raw[at:]], chunk * _CHUNK + at)
-            except OSError as error:  # once a file
-                if error.errno != errno.EINVAL:
-                    raise
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)  # the filesystem took the flag and refuses the read
+                count = os.preadv(self._fd, [buffer.raw[at:]], chunk * _CHUNK + at)
+            except OSError as error:
+                self._be_buffered(chunk, error, was_direct=was_direct)
                 continue
             if count == 0:
-                raise DamagedError(f"{self._name}: expected {self._shard.size_bytes} bytes, it ends before")
+                raise DamagedError(f"{self.name}: expected {self.shard.size_bytes} bytes, it ends before")
             at += count
-        check(self._name, self._shard, chunk, raw[:size])
+        check(self.name, self.shard, chunk, buffer.raw[:size])
 
-    def close(self) -> None:
-        os.close(self._fd)
+    def _size_of(self, chunk: int) -> int:
+        return min(_CHUNK, self.shard.size_bytes - chunk * _CHUNK)
 
-
-@dataclass(frozen=True)
-class _Buffer:
-    raw: memoryview
-    tensor: Tensor
-
-
-class _Buffers:
-    """One buffer a thread; pinned where the bytes go on to a device."""
-
-    def __init__(self, streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
-        self._stream = next(iter(streams.values()), None)
-        self._local: Any = threading.local()
-
-    def mine(self) -> _Buffer:
-        if not hasattr(self._local, "buffer"):
-            with _on(self._stream):  # pinned through this device: asked of another one it would take that one's memory
-                self._local.buffer = _plain() if self._stream is None else _pinned()
-        return self._local.buffer  # type: ignore[no-any-return]  # set above
+    def _be_buffered(self, chunk: int, error: OSError, *, was_direct: bool) -> None:
+        """Once a file: the filesystem took the flag and refuses the read."""
+        if error.errno in _UNREADABLE:
+            raise DamagedError(f"{self.name}: bytes from {chunk * _CHUNK}: {error.strerror}") from None
+        if error.errno != errno.EINVAL or not was_direct:
+            raise error
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
+        self._is_direct = False
 
 
-def _pinned() -> _Buffer:
-    tensor = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
-    return _Buffer(memoryview((ctypes.c_char * _CHUNK).from_address(tensor.data_ptr())).cast("B"), tensor)
+def read_all(runs: Mapping[Source, Sequence[Run]], free: list[Buffer]) -> None:
+    """Fill the tensors of all runs. Buffers are taken from `free` and left there."""
+    work = [(source, chunk, parts) for source, several in runs.items() for chunk, parts in _by_chunk(several)]
+    devices = {run.to.device for several in runs.values() for run in several}
+    streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
+
+    def bring(item: tuple[Source, int, list[Run]]) -> None:
+        source, chunk, parts = item
+        buffer = source.take_kept(chunk)
+        if buffer is None:
+            buffer = free.pop() if free else Buffer()
+            source.read(chunk, buffer)
+        _spread(buffer, chunk * _CHUNK, parts, streams)
+        free.append(buffer)
+
+    for source in runs:
+        source.be_direct()
+    pool = ThreadPoolExecutor(num_readers())
+    try:
+        for _ in pool.map(bring, work):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _plain() -> _Buffer:
-    memory = mmap.mmap(-1, _CHUNK)
-    return _Buffer(memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8))
+def _by_chunk(runs: Sequence[Run]) -> Iterable[tuple[int, list[Run]]]:
+    found: dict[int, list[Run]] = defaultdict(list)
+    for run in runs:
+        for chunk in range(run.begin // _CHUNK, -(-run.end // _CHUNK)):
+            found[chunk].append(run)
+    return sorted(found.items())
+
+
+def _spread(buffer: Buffer, start: int, runs: Sequence[Run], streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
+    """
+    Copy what runs want of a chunk, which begins at byte `start` of the shard.
+
+    To a device on the caller's stream: a thread has one of its own, and memory that was used before is free in the order of the caller's.
+    """
+    for run in runs:
+        begin, end = max(run.begin, start), min(run.end, start + _CHUNK)
+        at, to = run.at + begin - run.begin, run.to
+        if type(to) is Tensor and to.device.type == "cpu":
+            ctypes.memmove(to.data_ptr() + at, buffer.address + begin - start, end - begin)
+            continue
+        with _on(streams.get(to.device)):
+            flat = to.view(-1).view(torch.uint8)[at : at + end - begin]
+            flat.copy_(buffer.tensor[begin - start : end - start], non_blocking=True)
+    for stream in streams.values():
+        stream.synchronize()  # the buffer is filled anew
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
