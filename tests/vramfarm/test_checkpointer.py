@@ -430,6 +430,37 @@ def test_the_training_scripts_end_is_not_held_up_by_its_crash(tmp_path):
         time.sleep(0.05)
 
 
+class Kept:
+    """Has a state, and counts how often it is handed one."""
+
+    def __init__(self, size):
+        self.state = {"bytes": torch.zeros(size, dtype=torch.uint8)}
+        self.num_loaded = 0
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, _):
+        self.num_loaded += 1
+
+
+def test_nothing_is_handed_out_before_all_of_it_was_verified(tmp_path):
+    """
+    Damage in the last bytes of a checkpoint is found before any object is given its state.
+    """
+    train(tmp_path, 1, small=Kept(10), large=Kept(20_000_000))
+    train(tmp_path, 2, small=Kept(10), large=Kept(20_000_000))
+    bad = newest(tmp_path)
+    with (bad.path / bad.manifest.shards[0].path).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    small = Kept(10)
+
+    _, _, ckpt = train(tmp_path, 2, small=small, large=Kept(20_000_000))
+
+    assert ("step-00000001", 1) == (ckpt.restored[:13], small.num_loaded)
+
+
 def _is_of(process, folder):
     try:
         return str(folder) in str((process / "cwd").readlink())

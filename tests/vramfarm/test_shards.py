@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.image import Box, ImageError
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.staging import Piece, piece_of
+from vramfarm.streaming import Source
 from vramfarm.typed import StateError
 
 TENSORS = {
@@ -175,6 +177,17 @@ def test_a_flipped_bit_is_found(tmp_path, at):
 
     with pytest.raises(DamagedError, match="expected checksum"):
         [Reader(stored).read(key) for key in TENSORS]
+
+
+def test_a_shard_that_the_disk_does_not_give_back_is_damaged():
+    """
+    An unreadable block is damage as a flipped bit is: an older checkpoint may be whole.
+    """
+    unreadable = Path("/proc/self/mem")  # nothing is mapped at its beginning
+    shard = protocol.Shard("mem", protocol.CHUNK_BYTES, (0,))
+
+    with pytest.raises(DamagedError, match="self/mem: bytes from 0: Input/output error"):
+        Source(unreadable, shard).keep(0)
 
 
 def test_only_what_is_read_is_verified(tmp_path):
