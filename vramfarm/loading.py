@@ -20,7 +20,7 @@ from vramfarm import image, protocol, streaming
 from vramfarm.folder import Stored
 from vramfarm.image import ImageError, Placed
 from vramfarm.staging import TORCH_DTYPES, as_tensor
-from vramfarm.streaming import Buffer, DamagedError, Run, Source
+from vramfarm.streaming import DamagedError, Run, Source
 
 _ALGORITHM = "crc32"
 _CHUNK = protocol.CHUNK_BYTES
@@ -94,7 +94,6 @@ class Reader:
             raise DamagedError(f"{stored.path.name}: expected {_ALGORITHM} checksums, got {self.manifest.algorithm!r}")
         self._parts: dict[str, list[_Part]] = {}
         self._queue: dict[Source, list[Run]] = defaultdict(list)
-        self._free: list[Buffer] = []
         paths = [stored.path / shard.path for shard in self.manifest.shards]
         sources = [Source(path, shard) for path, shard in zip(paths, self.manifest.shards, strict=True)]
         for path, source in zip(paths, sources, strict=True):
@@ -143,7 +142,7 @@ class Reader:
         """Fill everything that waits for it."""
         queue, self._queue = self._queue, defaultdict(list)
         if queue:
-            streaming.read_all(queue, self._free)
+            streaming.read_all(queue)
 
     def _bring(self, overlap: _Overlap) -> int:
         """Return the number of elements that are filled, or will be: what is in one piece waits for the others."""

@@ -62,18 +62,17 @@ def num_readers() -> int:
 
 
 class Buffer:
-    """Room for a chunk, for one thread at a time; pinned where there is a device that it may go on to."""
+    """Room for a chunk, for one thread at a time; pinned where the bytes go on to a device."""
 
-    def __init__(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+    def __init__(self, *, pinned: bool = False) -> None:
+        if pinned:
             self.tensor = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
-            self.address = self.tensor.data_ptr()
-            self.raw = memoryview((ctypes.c_char * _CHUNK).from_address(self.address)).cast("B")
+            self.raw = memoryview((ctypes.c_char * _CHUNK).from_address(self.tensor.data_ptr())).cast("B")
         else:
             memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.raw = memoryview(memory)
             self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-            self.address = self.tensor.data_ptr()
+        self.address = self.tensor.data_ptr()
 
 
 class Source:
@@ -138,24 +137,31 @@ class Source:
         self._is_direct = False
 
 
-def read_all(runs: Mapping[Source, Sequence[Run]], free: list[Buffer]) -> None:
-    """Fill the tensors of all runs. Buffers are taken from `free` and left there."""
+def read_all(runs: Mapping[Source, Sequence[Run]]) -> None:
+    """Fill the tensors of all runs."""
     work = [(source, chunk, parts) for source, several in runs.items() for chunk, parts in _by_chunk(several)]
     devices = {run.to.device for several in runs.values() for run in several}
     streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
+    threads = min(num_readers(), len(work))
+    with _on(next(iter(streams.values()), None)):  # pinned through this device: another one would pay with its memory
+        free = [Buffer(pinned=bool(streams)) for _ in range(threads)]
 
     def bring(item: tuple[Source, int, list[Run]]) -> None:
         source, chunk, parts = item
-        buffer = source.take_kept(chunk)
-        if buffer is None:
-            buffer = free.pop() if free else Buffer()
+        kept = source.take_kept(chunk)
+        if kept is not None:
+            _spread(kept, chunk * _CHUNK, parts, streams)
+            return
+        buffer = free.pop()
+        try:
             source.read(chunk, buffer)
-        _spread(buffer, chunk * _CHUNK, parts, streams)
-        free.append(buffer)
+            _spread(buffer, chunk * _CHUNK, parts, streams)
+        finally:
+            free.append(buffer)
 
     for source in runs:
         source.be_direct()
-    pool = ThreadPoolExecutor(num_readers())
+    pool = ThreadPoolExecutor(threads)
     try:
         for _ in pool.map(bring, work):
             pass
