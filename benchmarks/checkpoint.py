@@ -232,7 +232,8 @@ def restart(arguments, name, folder, last):
 def first_step_of_a_process(arguments, order):
     order = json.dumps(order | {"began": time.time()})
     argv = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    argv += [str(dist.get_world_size()), *sys.argv, "--first-step", order]
+    options = [one for one in sys.argv if one != "--compile"]  # its seconds differ by more than what is measured
+    argv += [str(dist.get_world_size()), *options, "--first-step", order]
     env = {k: v for k, v in os.environ.items() if k not in AGENTS and not k.startswith("TORCHELASTIC_")}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=arguments.save_limit_s, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("first step: ")]

@@ -19,7 +19,7 @@ from drive import HERE, finish, has_cards, launch, tail, torchrun
 TABLES = {
     "peers": "--dim 4096 --layers 8 --batch 24 --rounds 2 --restarts 1 --limit-s 330",
     "transformer": "--model transformer --dim 4096 --layers 4 --tokens 2048 --batch 4 --accumulate 2 --optimizer fused --compile "
-    "--engines vramfarm --rounds 2 --restarts 1 --limit-gb 3",
+    "--engines vramfarm --rounds 2 --restarts 2 --limit-gb 3",
     "large": "--model transformer --dim 8192 --layers 4 --tokens 2048 --batch 2 --accumulate 2 --optimizer foreach "
     "--engines vramfarm torch_checkpointing --rounds 1 --restarts 0 --limit-gb 2 --limit-s 100",
 }
@@ -30,7 +30,7 @@ SMALL = {
     "large": "--model transformer --dim 256 --layers 2 --tokens 32 --batch 2 --vocabulary 512 --engines vramfarm "
     "--rounds 1 --restarts 0 --limit-gb 0.005",
 }
-LIMIT_S = {"peers": 390, "transformer": 200, "large": 180}
+LIMIT_S = {"peers": 390, "transformer": 240, "large": 180}
 
 
 def main():
