@@ -26,6 +26,7 @@ from runner.facts import Exit
 from runner.supervise import process
 from runner.supervise.attempt import PREVENTION
 from runner.supervise.triage import first_error
+from vramfarm.protocol import Env
 
 FAILING = Path(__file__).with_name("failing.py")
 ERRORS = re.compile(
@@ -90,7 +91,9 @@ def launch(case: Case, folder: Path, limit_s: float) -> tuple[int | None, float]
     ]  # fmt: skip
     began = time.monotonic()
     with (folder / "merged.log").open("wb") as log:
-        env = page.environment(**case.env, OMP_NUM_THREADS="1", FAILS_MARK=str(folder / "failed"))
+        env = page.environment(
+            **case.env, OMP_NUM_THREADS="1", FAILS_MARK=str(folder / "failed"), **{Env.RUN: str(folder)}
+        )
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=folder)
         try:
             if case.ends_it:
@@ -99,7 +102,7 @@ def launch(case: Case, folder: Path, limit_s: float) -> tuple[int | None, float]
         except subprocess.TimeoutExpired:
             return None, time.monotonic() - began
         finally:
-            process.end_all(lambda: process.find("FAILS_MARK", str(folder / "failed")), timeout_s=10)
+            process.end_all(lambda: process.find(Env.RUN, str(folder)), timeout_s=10)
 
 
 def end_when_it_trains(child: subprocess.Popen, log: Path) -> None:
@@ -148,6 +151,20 @@ def judge(name: str, case: Case, folder: Path, ended: tuple[int | None, float]) 
     return row, right
 
 
+def end_with(names) -> None:
+    """Whoever ends this script ends what it started, in whatever session that is: what has these variables."""
+
+    known = tuple(names)
+
+    def end(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        for name, value in known:
+            process.end_all(lambda name=name, value=value: process.find(name, str(value)), timeout_s=2)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -164,7 +181,8 @@ def main() -> int:
         if name in (args.cases or CASES) and case.on_cards in {None, on_cards}
     }  # fmt: skip
     folder = args.folder.resolve() / "errors"
-    at_once = args.at_once or max(1, (os.cpu_count() or 2) // 2 if on_cards else 1)
+    end_with((Env.RUN, folder / name) for name in CASES)
+    at_once = args.at_once or max(1, (os.cpu_count() or 2) // 2 if on_cards else 2)
 
     def one(item):
         name, case = item

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import page
+from first_error import end_with
 
 sys.path.insert(0, str(page.ROOT))
 from runner.storage import journal
@@ -213,6 +214,8 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=240, help="of all: what does not begin in time is left out")
     args = parser.parse_args()
     on_cards = len(page.cards()) > 1
+    places = [args.folder.resolve() / "hang" / name for name in CASES]
+    end_with([*(("VRAMFARM_WORKSPACE", place) for place in places), *((Env.RUN, place / "job") for place in places)])
     readings = args.folder / "hang"
     readings.mkdir(parents=True, exist_ok=True)
     asked = page.ask("nvidia-smi", f"--query-gpu={CARDS_QUERY}", "--format=csv,noheader,nounits")

@@ -33,7 +33,7 @@ limit_of() {
   local changed="LIMIT_$1"
   case $1 in
     checkpoint) echo "${!changed:-800}" ;;
-    bytes | hang | errors) echo "${!changed:-300}" ;;
+    bytes | hang | errors) echo "${!changed:-400}" ;;
     *) echo "${!changed:-200}" ;;
   esac
 }
