@@ -13,7 +13,6 @@ import fcntl
 import mmap
 import os
 import weakref
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vramfarm import protocol
+from vramfarm.checksum import crc32
 
 MOST_READERS: Final = 8
 LEAST_READERS: Final = 4  # they wait for the disk, not for a processor
@@ -48,7 +48,7 @@ class Run:
 
 def check(name: str, shard: protocol.Shard, chunk: int, raw: memoryview) -> None:
     """`DamagedError` if a chunk is not what was written."""
-    found = zlib.crc32(raw)
+    found = crc32(raw)
     if found != shard.checksums[chunk]:
         raise DamagedError(
             f"{name}: bytes from {chunk * _CHUNK}: expected checksum {shard.checksums[chunk]:08x}, got {found:08x}"

@@ -1,7 +1,7 @@
 """
 A shard onto the disk, durably, at the disk's own speed.
 
-Standard library only. Direct writes from the arena, several in flight: no copy, no page cache, and
+Standard library only, and `checksum`. Direct writes from the arena, several in flight: no copy, no page cache, and
 the data set stays in memory. Space is reserved before the first byte, so a full disk is known at
 once. Checksums are of the bytes as they were handed to the disk.
 """
@@ -14,13 +14,13 @@ import errno
 import fcntl
 import os
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
 from vramfarm import protocol
+from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
 IN_FLIGHT: Final = 4  # pieces of a shard; one of them is being summed
@@ -87,7 +87,7 @@ def is_written(memory: memoryview, shard: Shard) -> bool:
         return False
     starts = range(0, len(memory), protocol.CHUNK_BYTES)
     with _threads() as pool:
-        found = _results([pool.submit(zlib.crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts])
+        found = _results([pool.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts])
     return found == shard.checksums
 
 
@@ -112,7 +112,7 @@ def copy_shard(source: Path, target: Path, shard: Shard) -> Shard:
     with source.open("rb") as old, target.open("xb") as new:
         for number, checksum in enumerate(shard.checksums):
             raw = old.read(protocol.CHUNK_BYTES)
-            if zlib.crc32(raw) != checksum:
+            if crc32(raw) != checksum:
                 raise OSError(errno.EIO, f"chunk {number} is not what was written", str(source))
             new.write(raw)
         new.flush()
@@ -146,7 +146,7 @@ class _Target:
     def write(self, memory: memoryview, begin: int, start: int) -> int:
         """Write the chunk from `start` on and return its checksum; the memory holds the bytes from `begin` on."""
         end = min(start + protocol.CHUNK_BYTES, self._size)
-        checksum = zlib.crc32(memory[start - begin : end - begin])
+        checksum = crc32(memory[start - begin : end - begin])
         if self._is_direct:
             self._put(memory, begin, start, min(-(-end // _BLOCK) * _BLOCK, begin + len(memory)))
         else:

@@ -5,11 +5,11 @@ A manifest has one checksum a chunk; a store wants one a part and one a file. Th
 same polynomial, so the larger ones are sums over the smaller ones and no byte is read twice.
 """
 
-import zlib
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+from vramfarm.checksum import crc32 as _crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _POLYNOMIAL = 0xEDB88320
@@ -19,7 +19,7 @@ _ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in
 
 def crc32(data: bytes | memoryview, before: int = 0) -> int:
     """Of these bytes, after those of which `before` is the CRC32."""
-    return zlib.crc32(data, before)
+    return _crc32(data, before)
 
 
 def combine(first: int, second: int, second_size: int) -> int:
@@ -55,7 +55,7 @@ def _sum_of_parts(checksums: Sequence[int], size_bytes: int, step: int) -> int:
     for first in range(0, len(checksums), step):
         part = checksums[first : first + step]
         size = min(len(part) * CHUNK_BYTES, left)
-        whole, left = zlib.crc32(combine_chunks(part, size).to_bytes(4, "big"), whole), left - size
+        whole, left = crc32(combine_chunks(part, size).to_bytes(4, "big"), whole), left - size
     return whole
 
 
