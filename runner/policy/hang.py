@@ -213,7 +213,7 @@ def judge(watch: Watch, policy: HangPolicy, patience: Patience, *, last_save_s: 
         step=_slowest(pulse.ranks),
         waited_s=round(since, 1),
         limit_s=round(limit, 1),
-        reason="; ".join(filter(None, (_silence(watch, since, limit), who, _question(pulse)))),
+        reason="; ".join(filter(None, (_silence(watch, since, limit), who, _use(pulse), _question(pulse)))),
     )
 
 
@@ -238,6 +238,13 @@ def _silence(watch: Watch, since: float, limit: float) -> str:
         f"no work for {watch.clock_s - watch.worked_s:.0f} s" if watch.clock_s - watch.worked_s >= 1 else "",
     ]
     return ", ".join([f"no step for {since:.0f} s (limit {limit:.0f} s)", *filter(None, signs)])
+
+
+def _use(pulse: Pulse) -> str:
+    """Full use at little power is a wait: whoever reads this is to see it."""
+    known = [(c.use_percent, c.power_w) for c in pulse.cards if c.use_percent is not None and c.power_w is not None]
+    told = ", ".join(f"{use:.0f} % and {power:.0f} W" for use, power in known)
+    return f"{'cards' if len(known) > 1 else 'card'} at {told}" if told else ""
 
 
 def _who(pulse: Pulse, watch: Watch) -> tuple[int | None, str]:

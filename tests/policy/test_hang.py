@@ -121,7 +121,7 @@ def test_cards_that_are_busy_at_idle_power_wait():
 
     training.live(400, cores=(1.0, 1.0), use=100, watts=130)
 
-    assert training.verdicts
+    assert training.verdicts[0][1].reason.endswith("; cards at 100 % and 130 W, 100 % and 130 W")
 
 
 def test_power_before_training_is_not_that_of_training():
