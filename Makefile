@@ -56,7 +56,7 @@ test-old-torch: install $(OLD_TORCH:%=build/torch-%/.installed)
 
 build/torch-%/.installed:
 	$(PYTHON) -m venv build/torch-$*
-	build/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$* numpy
+	build/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$* numpy safetensors
 	@touch $@
 
 docs: install

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -642,13 +642,34 @@ class Net(nn.Module):
         return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
 
 
-def spread(dropout=0.0):
+def spread(dropout=0.0, way="FSDP2"):
     torch.manual_seed(0)
     model = Net(dropout)
     if dist.is_initialized():
-        fully_shard(model.first)
-        fully_shard(model)
+        model = WAYS[way](model)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def fsdp1(model, **more):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **{"use_orig_params": True, **more})
+
+
+def fsdp1_nested(model):
+    model.first = fsdp1(model.first, use_orig_params=False)
+    return fsdp1(model, use_orig_params=False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+def fsdp2(model):
+    fully_shard(model.first)
+    return fully_shard(model)
+
+
+WAYS = {
+    "FSDP2": fsdp2,
+    "FSDP1": fsdp1,
+    "FSDP1, flat in the optimizer": fsdp1_nested,
+    "DDP": nn.parallel.DistributedDataParallel,
+}
 
 
 def learn(model, optimizer, x):
@@ -659,11 +680,38 @@ def learn(model, optimizer, x):
     return loss.item().hex()
 
 
-def digest(model, optimizer):
+def gathered_fsdp1(model, optimizer):
+    """Weights as torch brings them together; what the optimizer has of each, in the order of the ranks."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        found = dict(model.state_dict())
+    if not model._use_orig_params:
+        states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        return found | {f"{name}.{key}": value for name, inner in states.items() for key, value in inner.items()}
+    mine = [optimizer.state.get(p, {}) for p in model.parameters()]
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    for name, *parts in zip([name for name in found if "norm.n" not in name], *told, strict=True):
+        there = [part for part in parts if part]
+        for key in there[0] if there else ():
+            found[f"{name}.{key}"] = torch.cat([part[key].flatten() for part in there])[: found[name].numel()]
+        if there:
+            found[f"{name}.step"] = there[0]["step"]
+    return found
+
+
+def gathered(model, optimizer):
+    if isinstance(model, FullyShardedDataParallel):
+        return gathered_fsdp1(model, optimizer)
+    model = getattr(model, "module", model)
     found = dict(model.state_dict())
     names = [name for name, _ in model.named_parameters()]
     for number, inner in optimizer.state_dict()["state"].items():
         found |= {f"{names[number]}.{key}": value for key, value in inner.items()}
+    return found
+
+
+def digest(model, optimizer):
+    found = gathered(model, optimizer)
     total = hashlib.sha256()
     for name, value in sorted(found.items()):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -685,9 +733,18 @@ def theirs_load(path, model, optimizer):
 def resharded(engine, at, rounds, dice):
     """FSDP2 with AdamW, from one number of ranks to the next: the same bits in weights and optimizer."""
     worlds = [1, 2, 4, 8, 4, 1] if rounds >= 10 else [1, 2, 4, 1]
+    return _from_one_to_the_next(engine, at, worlds, ["FSDP2"] * len(worlds), " → ".join(map(str, worlds)) + " ranks")
 
+
+def rewrapped(engine, at, rounds, dice):
+    """The same from one way of spreading a model to the next."""
+    ways = ["FSDP1", "FSDP2", "FSDP1, flat in the optimizer", "DDP", "FSDP1"]
+    return _from_one_to_the_next(engine, at, [2, 3, 4, 2, 2], ways, " → ".join(ways) + ", 2 to 4 ranks")
+
+
+def _from_one_to_the_next(engine, at, worlds, ways, says):
     def target(rank, board, number):
-        model, optimizer = spread()
+        model, optimizer = spread(way=ways[number])
         here, before = at / f"at-{number}", at / f"at-{number - 1}"
         if engine is Ours:
             if number:
@@ -711,7 +768,7 @@ def resharded(engine, at, rounds, dice):
         codes = ranks.wait()
         good += not any(codes) and expected in {None, ranks.board[Board.FOUND]}
         expected = ranks.board[Board.FLAG]
-    return Outcome(good, len(worlds), " → ".join(map(str, worlds)) + " ranks")
+    return Outcome(good, len(worlds), says)
 
 
 def resumed(engine, at, rounds, dice):
@@ -765,11 +822,6 @@ def same_keys(engine, at, rounds, dice):
     def activation(model):
         model.first = checkpoint_wrapper(model.first)
         return model
-
-    def fsdp1(model):
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
     kinds = {
         "compile": lambda m: torch.compile(m, backend="eager"),
@@ -890,6 +942,7 @@ ROWS = (
     Row("every file in turn a hostile pickle", hostile),
     Row("/dev/shm of 64 MiB, 67 MB of state", small_shm),
     Row("FSDP2 with AdamW from one number of ranks to the next, bit for bit", resharded),
+    Row("FSDP1, FSDP2 and DDP in turn, with AdamW, bit for bit", rewrapped),
     Row("resumed twice: the losses of the undisturbed run, bit for bit", resumed),
     Row("names without wrappers", same_keys),
     Row("two runs, one folder", two_runs),

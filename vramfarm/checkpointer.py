@@ -30,7 +30,7 @@ from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.memory import WINDOW_BYTES
-from vramfarm.protocol import Ended, Env, Phase, Reason, Word
+from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.run import Choice, ResumeError, Wanted
 from vramfarm.seat import NO_FROZEN, Frozen, SaverProcess, Seat, log_path
 from vramfarm.state import Snapshot
@@ -301,7 +301,7 @@ class Checkpointer:
 
     def _decide_staging(self, taken: Taken) -> tuple[int, Frozen]:
         """Return how much memory to take, and for which frozen weights."""
-        size, apart = taken.layout.image.size_bytes + len(taken.state), taken.layout.apart
+        size, apart = taken.layout.size_bytes + len(taken.state), taken.layout.apart
         needed = (size + apart.size_bytes) * self._world.size
         self._is_bounded = memory.is_bounded(self._staging, needed, self._available)
         left = "" if self._available is None else f" of {self._available / 1e9:.3g} GB that were left"
@@ -337,7 +337,7 @@ class Checkpointer:
         if self._is_bounded:
             return self._stage_by_window(step, taken)
         return self._seat.stage(
-            step, layout.image.size_bytes, taken.state, partial(self._copier.fill, taken=taken), layout.apart
+            step, layout.size_bytes, taken.state, partial(self._copier.fill, taken=taken), layout.apart
         )
 
     def _stage_by_window(self, step: int, taken: Taken) -> bool:
@@ -346,7 +346,7 @@ class Checkpointer:
             self._seat.give_up(step, problem)
             return False
         put = partial(self._copier.put, taken=taken)
-        return self._seat.stage_by_window(step, layout.image.size_bytes, taken.state, put, layout.apart)
+        return self._seat.stage_by_window(step, layout.sizes, taken.state, put, layout.apart)
 
     def _tell_of_frozen(self) -> None:
         """Once: a folder whose checkpoints share a file surprises whoever adds their sizes up."""
@@ -359,9 +359,10 @@ class Checkpointer:
         before = self._known
         snapshot = self._collect()
         assert self._known is not None
-        self._layout = copies.lay_out(self._known, snapshot.pieces, self._layout)
-        moving = {piece.box.key: piece.local for piece in snapshot.pieces}
-        raw = json.dumps(self._describe(snapshot)).encode()
+        self._layout = copies.arrange(self._known, snapshot.pieces, self._layout)
+        moving = {piece.box: piece.local for piece in snapshot.pieces}
+        files = {FILES: self._layout.sizes} if len(self._layout.images) > 1 else {}
+        raw = json.dumps(self._describe(snapshot) | files).encode()
         return Taken(self._layout, moving, raw, is_new=before is not self._known)
 
     def _tell(self) -> None:
@@ -383,7 +384,6 @@ class Checkpointer:
 
     def _check(self) -> None:
         """Refuse now what would fail at the first save."""
-        state.check_module(self._model)
         for _, optimizer in self._optimizers:
             state.check_optimizer(optimizer)
         for name, thing in self._objects.items():
@@ -419,6 +419,8 @@ class Checkpointer:
             "objects": objects,
         }
         snapshot.own = {"rng": snapshot.encode_own(state.collect_rng(), "rng")}
+        if self._world.rank and any(known.own_states.values()):
+            snapshot.own["optimizers"] = known.own_states
         loader_state = self._feed[1].state() if self._feed else _state_of(self._loader)
         if loader_state is not None:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
@@ -517,7 +519,7 @@ class Checkpointer:
         manifest = reader.manifest
         ranks = manifest.state["ranks"]
         report = _Report()
-        rest = self._plan(reader, ranks["0"]["shared"], report)
+        rest = self._plan(reader, ranks, report)
         own = self._plan_own(reader, ranks)
         reader.flush()
         for then in rest:
@@ -527,9 +529,9 @@ class Checkpointer:
         self._apply_position(own, ranks, report)
         self._say(f"resumed from {manifest.ref.name} ({run.num_shards_text(manifest)})\n{report.text()}")
 
-    def _plan(self, reader: Reader, shared: dict[str, Any], report: _Report) -> list[state.Then]:
+    def _plan(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> list[state.Then]:
         """Ask for what all ranks share. Return what is left to do with it."""
-        rest = []
+        rest, shared = [], ranks["0"]["shared"]
         models = self._models()
         for name, module in models.items():
             if report.is_there(name, shared["models"]):
@@ -539,7 +541,9 @@ class Checkpointer:
         for name, optimizer in self._optimizers:
             if report.is_there(name, shared["optimizers"]):
                 saved = shared["optimizers"][name]
-                rest.append(state.plan_optimizer(reader, optimizer, list(models.values()), saved))
+                others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
+                whole = saved | {"state": state.merge_states(saved["state"], others)}
+                rest.append(state.plan_optimizer(reader, optimizer, list(models.values()), whole))
                 report.restored(name)
         for name, thing in self._objects.items():
             if name not in models and report.is_there(name, shared["objects"]):

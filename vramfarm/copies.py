@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vramfarm import frozen, memory, staging
 from vramfarm.frozen import LEAST_BYTES
-from vramfarm.image import SMALL_BYTES, Image, Placed
+from vramfarm.image import SMALL_BYTES, Box, Image, Placed, lay_out, lay_out_all, places
 from vramfarm.memory import PIECE_BYTES
 from vramfarm.seat import NO_FROZEN, Frozen
 from vramfarm.staging import Piece
@@ -33,20 +33,29 @@ class Layout:
     """
     Where everything of this rank goes. `still` are the tensors that stay where they are, of them `owned` the optimizers'.
 
-    `frozen` is the layout of the file that is written once; `token` names its bytes.
+    `guards` change when somebody else than the optimizers changes those. `frozen` is the layout of the file that is written once; `token` names its bytes.
     """
 
-    image: Image
+    images: tuple[Image, ...]
     known: Still
     signature: tuple[Any, ...]
-    still: Mapping[str, Tensor]
-    owned: frozenset[str]
+    still: Mapping[Box, Tensor]
+    owned: frozenset[Box]
+    guards: tuple[Tensor, ...] = ()
     frozen: Layout | None = None
     token: int = 0
 
     @property
+    def sizes(self) -> list[int]:
+        return [image.size_bytes for image in self.images]
+
+    @property
+    def size_bytes(self) -> int:
+        return places(self.sizes)[-1][1]
+
+    @property
     def apart(self) -> Frozen:
-        return NO_FROZEN if self.frozen is None else Frozen(self.frozen.token, self.frozen.image.size_bytes)
+        return NO_FROZEN if self.frozen is None else Frozen(self.frozen.token, self.frozen.size_bytes)
 
     def tensors(self) -> list[Tensor]:
         return [*self.still.values(), *(self.frozen.still.values() if self.frozen else ())]
@@ -57,12 +66,12 @@ class Taken:
     """What one save takes. `is_new`: the tensors are not where they were at the last save."""
 
     layout: Layout
-    moving: Mapping[str, Tensor]
+    moving: Mapping[Box, Tensor]
     state: bytes
     is_new: bool
 
 
-def lay_out(known: Still, moving: Sequence[Piece], before: Layout | None) -> Layout:
+def arrange(known: Still, moving: Sequence[Piece], before: Layout | None) -> Layout:
     """Return the layout before, if it still fits."""
     signature = tuple((p.box, p.copy, p.copies, p.spread) for p in moving)
     if before is not None and before.known is known and before.signature == signature:
@@ -70,19 +79,23 @@ def lay_out(known: Still, moving: Sequence[Piece], before: Layout | None) -> Lay
     mine = staging.choose([*known.pieces, *moving])
     apart = before.frozen if before is not None and before.known is known else _lay_out_frozen(known, mine)
     if apart is not None:
-        mine = [piece for piece in mine if piece.box.key not in apart.still]
+        mine = [piece for piece in mine if piece.box not in apart.still]
     moves = {piece.box.key for piece in moving}
-    still = {piece.box.key: piece.local for piece in mine if piece.box.key not in moves}
-    return Layout(staging.lay_out(mine), known, signature, still, known.owned & still.keys(), apart)
+    still = {piece.box: piece.local for piece in mine if piece.box.key not in moves}
+    owned = frozenset(box for box in still if box.key in known.owned)
+    return Layout(
+        lay_out_all(piece.box for piece in mine), known, signature, still, owned, guards=known.guards, frozen=apart
+    )
 
 
 def _lay_out_frozen(known: Still, mine: Sequence[Piece]) -> Layout | None:
     """All of them may be copied late: that they did not change meanwhile is looked at."""
-    still = {piece.box.key: piece.local for piece in mine if piece.box.key in known.frozen}
-    image = staging.lay_out([piece for piece in mine if piece.box.key in still])
+    first = {piece.box.key: piece for piece in reversed(mine) if piece.box.key in known.frozen}
+    still = {piece.box: piece.local for piece in first.values()}  # edges are little, and saved each time
+    image = lay_out(still)
     if image.size_bytes < LEAST_BYTES:
         return None
-    return Layout(image, known, (), still, frozenset(still), token=int.from_bytes(os.urandom(7), "little") + 1)
+    return Layout((image,), known, (), still, frozenset(still), token=int.from_bytes(os.urandom(7), "little") + 1)
 
 
 class Copier:
@@ -121,7 +134,7 @@ class Copier:
         Return what waits for the rest and says what is wrong, None if nothing is left.
         """
         layout = taken.layout
-        arena[: len(layout.image.header)] = layout.image.header
+        _put_headers(arena, layout)
         plan = self._planned(arena, layout)
         if self._latest is not None and not self._latest.is_true:
             self._hide = False
@@ -133,16 +146,16 @@ class Copier:
         ways = [one for one in (self._copy and self._copy.wait, look) if one]
         return (lambda: next(filter(None, (way() for way in ways)), "")) if ways else None
 
-    def put(self, to: memoryview, is_frozen: bool, begin: int, *, taken: Taken) -> None:  # noqa: FBT001  # as `seat.Put` says
-        """Write a part of an image, from `begin` on; training waits."""
+    def put(self, to: memoryview, number: int, begin: int, *, taken: Taken) -> None:
+        """Write a part of an image, from `begin` on; training waits. The frozen weights are behind the last."""
         layout = taken.layout
-        if is_frozen:
+        if number == len(layout.images):
             assert layout.frozen is not None
-            layout = layout.frozen
+            layout, number = layout.frozen, 0
             if begin == 0:
                 self._planned_frozen(layout).remember()
         with torch.no_grad():
-            _put(to, begin, layout, taken.moving)
+            _put(to, begin, layout, layout.images[number], taken.moving)
 
     def changed(self, layout: Layout) -> str:
         """Say which frozen weights are not those that were staged; empty if all are."""
@@ -270,20 +283,20 @@ class _Plan:
         self._at = at
         self._layout = layout
         self._raw = staging.as_tensor(arena)
-        placed = [p for p in layout.image.placed if p.end > p.begin]
+        placed = [p for image in layout.images for p in image.placed if p.end > p.begin]
         still = layout.still
-        owned = [p for p in placed if p.box.key in layout.owned and still[p.box.key].device.type == "cuda"]
-        shown = [p for p in placed if p.box.key in still and p not in set(owned)]
-        self._kept = [still[p.box.key] for p in owned]
+        owned = [p for p in placed if p.box in layout.owned and still[p.box].device.type == "cuda"]
+        shown = [p for p in placed if p.box in still and p not in set(owned)]
+        self._kept = [*(still[p.box] for p in owned), *layout.guards]
         self._owned = self._arrange(owned, still)
         self._shown = self._arrange(shown, still)
-        self._moving = [p for p in placed if p.box.key not in still]
+        self._moving = [p for p in placed if p.box not in still]
         self._sides = {device: torch.cuda.Stream(device) for device in self._owned}
 
     def fits(self, arena: memoryview, layout: Layout) -> bool:
         return self._layout is layout and self._address == memory.address_of(arena)
 
-    def start(self, moving: Mapping[str, Tensor], *, hide: bool) -> _Copy | None:
+    def start(self, moving: Mapping[Box, Tensor], *, hide: bool) -> _Copy | None:
         """Begin all copies; those from the processor's own memory are done on return."""
         at_once = [self._arrange(self._moving, moving), self._shown] + ([] if hide else [self._owned])
         events = [self._start_beside(device, lane) for device, lane in self._owned.items()] if hide else []
@@ -309,10 +322,10 @@ class _Plan:
             lane.copy()
         return device, _mark(side)
 
-    def _arrange(self, placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> _Lanes:
+    def _arrange(self, placed: Sequence[Placed], tensors: Mapping[Box, Tensor]) -> _Lanes:
         lanes: _Lanes = {}
         for row in _rows(placed, tensors):
-            found = [tensors[one.box.key] for one in row]
+            found = [tensors[one.box] for one in row]
             lane = lanes.setdefault(found[0].device, _Lane())
             begin, end = row[0].begin, row[-1].end
             if len(row) > 1:
@@ -338,13 +351,13 @@ class _FrozenPlan:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._keys, self.tensors = list(layout.still), list(layout.still.values())
+        self._keys, self.tensors = [box.key for box in layout.still], list(layout.still.values())
         self._sums: frozen.Sums = {}
         self._sides = {one.device: torch.cuda.Stream(one.device) for one in self.tensors if one.device.type == "cuda"}
 
     def stage(self, arena: memoryview, *, at: int, hide: bool) -> Callable[[], set[str]]:
         """Summed now, then copied, then summed again: if it is the same, so is what was copied between."""
-        arena[: len(self.layout.image.header)] = self.layout.image.header
+        _put_headers(arena, self.layout)
         self.remember()
         copy = _Plan(arena, self.layout, at=at).start({}, hide=hide)
         return self.look(after=copy) if copy else set
@@ -380,13 +393,13 @@ _CPU: Final = torch.device("cpu")
 _CHANGED: Final = "the weights were changed outside of optimizer.step() while they were copied; from now on training waits for the copy"
 
 
-def _rows(placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> Iterator[list[Placed]]:
+def _rows(placed: Sequence[Placed], tensors: Mapping[Box, Tensor]) -> Iterator[list[Placed]]:
     """Yield tensors one by one, but small ones of a device that lie in a row together."""
     row: list[Placed] = []
     for one in placed:
-        tensor = tensors[one.box.key]
+        tensor = tensors[one.box]
         joins = _is_small(one, tensor)
-        if row and not (joins and row[-1].end == one.begin and tensors[row[-1].box.key].device == tensor.device):
+        if row and not (joins and row[-1].end == one.begin and tensors[row[-1].box].device == tensor.device):
             yield row
             row = []
         row.append(one)
@@ -397,16 +410,23 @@ def _rows(placed: Sequence[Placed], tensors: Mapping[str, Tensor]) -> Iterator[l
         yield row
 
 
-def _put(to: memoryview, begin: int, layout: Layout, moving: Mapping[str, Tensor]) -> None:
+def _put_headers(arena: memoryview, layout: Layout) -> None:
+    for image in layout.images:
+        arena[image.begin : image.begin + len(image.header)] = image.header
+
+
+def _put(to: memoryview, begin: int, layout: Layout, image: Image, moving: Mapping[Box, Tensor]) -> None:
     """Write the bytes of an image from `begin` on, as many as there is room for."""
-    end, header, raw = begin + len(to), layout.image.header, staging.as_tensor(to)
-    if begin < len(header):
-        part = header[begin:end]
+    raw = staging.as_tensor(to)
+    if begin < len(image.header):
+        part = image.header[begin : begin + len(to)]
         to[: len(part)] = part
-    for one in layout.image.placed:
+    begin += image.begin
+    end = begin + len(to)
+    for one in image.placed:
         a, b = max(one.begin, begin), min(one.end, end)
         if a < b:
-            tensor = layout.still[one.box.key] if one.box.key in layout.still else moving[one.box.key]
+            tensor = layout.still[one.box] if one.box in layout.still else moving[one.box]
             raw[a - begin : b - begin].copy_(_flat(tensor.contiguous())[a - one.begin : b - one.begin])
 
 

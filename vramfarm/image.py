@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -66,15 +67,45 @@ class Image:
     """
     A shard: `header`, then the tensors back to back, wide types first so that all are aligned.
 
-    Of a type the small ones first: a device gathers them for one copy.
+    Of a type the small ones first: a device gathers them for one copy. In memory it begins at
+    `begin`, and `placed` counts from there as the memory does.
     """
 
     header: bytes
     placed: tuple[Placed, ...]
     size_bytes: int
+    begin: int = 0
 
 
-def lay_out(boxes: Iterable[Box]) -> Image:
+def lay_out_all(boxes: Iterable[Box]) -> tuple[Image, ...]:
+    """Return the files of a rank, one behind the other in memory. A file has a name once: further boxes of a tensor go to further files."""
+    files: list[list[Box]] = [[]]
+    count: Counter[str] = Counter()
+    for box in boxes:
+        if count[box.key] == len(files):
+            files.append([])
+        files[count[box.key]].append(box)
+        count[box.key] += 1
+    images: list[Image] = []
+    for several in files:
+        images.append(lay_out(several, begin=_next_page(images[-1].begin + images[-1].size_bytes) if images else 0))
+    return tuple(images)
+
+
+def places(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Return where in memory files of these sizes are: begin and end of each, as `lay_out_all` puts them."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        begin = _next_page(found[-1][1]) if found else 0
+        found.append((begin, begin + size))
+    return found
+
+
+def _next_page(at: int) -> int:
+    return -(-at // _ALIGN) * _ALIGN
+
+
+def lay_out(boxes: Iterable[Box], *, begin: int = 0) -> Image:
     """Return where everything goes. Equal boxes give equal bytes, in any order."""
     ordered = sorted(boxes, key=lambda b: (-ITEM_BYTES[b.dtype], b.size_bytes > SMALL_BYTES, b.key))
     entries: dict[str, Any] = {}
@@ -87,10 +118,11 @@ def lay_out(boxes: Iterable[Box]) -> Image:
     sharding = {box.key: {"saved_offsets": list(box.offsets)} for box in ordered}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     raw = json.dumps({"__metadata__": metadata, **entries}).encode()
-    start = -(-(8 + len(raw)) // _ALIGN) * _ALIGN
+    start = _next_page(8 + len(raw))
     header = (start - 8).to_bytes(8, "little") + raw.ljust(start - 8)
-    placed = tuple(Placed(box, start + a, start + b) for box, (a, b) in zip(ordered, spans, strict=True))
-    return Image(header, placed, start + at)
+    first = begin + start
+    placed = tuple(Placed(box, first + a, first + b) for box, (a, b) in zip(ordered, spans, strict=True))
+    return Image(header, placed, start + at, begin)
 
 
 def want_of_cover(shards: Iterable[Iterable[Placed]]) -> str:

@@ -60,6 +60,7 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
+FILES: Final = "files"  # in a rank's JSON: the sizes of its files, where it has several
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
 
@@ -103,6 +104,11 @@ def is_name(text: str) -> bool:
 
 def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def edges_name(rank: int, world_size: int, number: int) -> str:
+    """Further boxes of tensors of which a rank has no single box: a file has each name once."""
+    return f"edges-{rank:05d}-of-{world_size:05d}-{number}.safetensors"
 
 
 def frozen_name(rank: int, world_size: int) -> str:
@@ -325,7 +331,7 @@ class Slot(IntEnum):
     ARENA_STATE = 10  # `Arena`; rank: ANNOUNCED, FILLING, READY; saver: MAPPED, or NONE if there is no memory
     ARENA_STEP = 11  # step of the bytes in it, or on their way into it
     SAMPLES = 12  # samples consumed by all ranks together
-    IMAGE_BYTES = 13  # size of the shard; the arena begins with its bytes
+    IMAGE_BYTES = 13  # size of the shard, and of its edges behind it; the arena begins with their bytes
     STATE_BYTES = 14  # size of the JSON, the rank's part of `Manifest.state`
     VOID_STEP = 15  # step of a save that this rank could not take part in
     WARMING = 16  # 1: its staging memory is being prepared; a save now would cost training time

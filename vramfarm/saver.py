@@ -95,13 +95,13 @@ class Populating:
 @dataclass(frozen=True)
 class Staged:
     """
-    A rank's part of a save: the image of its shard at the beginning of `memory`, and its JSON.
+    A rank's part of a save: the images of its files at the beginning of `memory`, and its JSON.
 
-    `frozen` names its frozen weights, 0 if it has none; they are staged, or, with no bytes, in an older checkpoint.
+    `places` says where each begins and ends: the shard, then what edges there are. `frozen` names its frozen weights, 0 if it has none; they are staged, or, with no bytes, in an older checkpoint.
     """
 
     memory: memoryview
-    image_bytes: int
+    places: Sequence[tuple[int, int]]
     state: dict[str, Any]
     frozen: int
     frozen_memory: memoryview
@@ -327,7 +327,7 @@ class Saver:
         try:
             held = [self._held(rank, one, len(staged)) for rank, one in enumerate(staged)]
             size = sum(
-                one.image_bytes + (0 if there else one.frozen_bytes) for one, there in zip(staged, held, strict=True)
+                one.places[-1][1] + (0 if there else one.frozen_bytes) for one, there in zip(staged, held, strict=True)
             )
             if why := folder.want_of_room(self._orders.directory, size):
                 raise SaveError(why)  # noqa: TRY301  # cleaned up below
@@ -364,7 +364,9 @@ class Saver:
         if apart and not size + length <= frozen <= len(arena) - apart:
             raise SaveError(f"rank {rank}: staged {apart} frozen bytes at {frozen} in an arena of {len(arena)}")
         state = json.loads(bytes(arena[size : size + length]))
-        return Staged(arena, size, state, self._page.get(rank, Slot.FROZEN), arena[frozen:], apart)
+        return Staged(
+            arena, _places(rank, state, size), state, self._page.get(rank, Slot.FROZEN), arena[frozen:], apart
+        )
 
     def _staged_by_window(self, rank: int, arena: memoryview, window: int, at: int) -> Staged:
         get = self._page.get
@@ -373,10 +375,11 @@ class Saver:
             raise SaveError(f"rank {rank}: staged through {window} bytes, JSON at {at}, in an arena of {len(arena)}")
         if (get(rank, Slot.WINDOWS), get(rank, Slot.WINDOWS_TAKEN)) != (1, 0):
             raise SaveError("the saver was started again while the ranks staged piece by piece")
+        state = json.loads(bytes(arena[at : at + length]))
         return Staged(
             memory=arena,
-            image_bytes=get(rank, Slot.IMAGE_BYTES),
-            state=json.loads(bytes(arena[at : at + length])),
+            places=_places(rank, state, get(rank, Slot.IMAGE_BYTES)),
+            state=state,
             frozen=get(rank, Slot.FROZEN),
             frozen_memory=arena[:0],
             frozen_bytes=get(rank, Slot.FROZEN_BYTES),
@@ -439,15 +442,17 @@ class Saver:
     ) -> list[protocol.Shard]:
         """On a thread. Frozen weights that are there already get a link."""
         one = staged[rank]
-        path = temporary / protocol.shard_name(rank, len(staged))
+        edges = [protocol.edges_name(rank, len(staged), number) for number in range(1, len(one.places))]
+        paths = [temporary / name for name in (protocol.shard_name(rank, len(staged)), *edges)]
+        files = list(zip(paths, one.places, strict=True))
         apart = temporary / protocol.frozen_name(rank, len(staged))
         if one.window_bytes:
             windows = self._windows(save, rank, one)
-            written = [writing.write_windows(path, one.image_bytes, windows, one.window_bytes)]
+            written = [writing.write_windows(path, b - a, windows, one.window_bytes) for path, (a, b) in files]
             if one.frozen_bytes:
                 written.append(writing.write_windows(apart, one.frozen_bytes, windows, one.window_bytes))
         else:
-            written = [writing.write_shard(path, one.memory, one.image_bytes)]
+            written = [writing.write_shard(path, one.memory[a:], b - a) for path, (a, b) in files]
             if held is None and one.frozen_bytes:
                 written.append(writing.write_shard(apart, one.frozen_memory, one.frozen_bytes))
         if held is not None:
@@ -644,6 +649,14 @@ class Saver:
 
     def _beat(self) -> None:
         self._page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
+
+
+def _places(rank: int, state: dict[str, Any], size: int) -> list[tuple[int, int]]:
+    """Return where a rank's images are: one, unless its JSON names the sizes of several."""
+    found = image.places(state.pop(protocol.FILES, [size]))
+    if found[-1][1] != size:
+        raise SaveError(f"rank {rank}: staged {size} bytes, and files that end at {found[-1][1]}")
+    return found
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:

@@ -13,12 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from vramfarm import memory, protocol
+from vramfarm import image, memory, protocol
 from vramfarm.memory import WINDOW_BYTES, StagingMemory
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 
@@ -42,8 +42,8 @@ class Frozen:
 NO_FROZEN: Final = Frozen()
 
 
-Put = Callable[[memoryview, bool, int], None]
-"""Fills memory with the bytes of an image, that of the frozen weights or the other, from a place on."""
+Put = Callable[[memoryview, int, int], None]
+"""Fills memory with the bytes of an image from a place on; the one behind the last has the frozen weights."""
 
 
 class SaverProcess:
@@ -230,8 +230,10 @@ class Seat:
                 self._complete(step, rest)
         return started
 
-    def stage_by_window(self, step: int, image_bytes: int, state: bytes, put: Put, frozen: Frozen = NO_FROZEN) -> bool:
-        """The same through a window of bounded memory: training waits until all but the last of it is written."""
+    def stage_by_window(
+        self, step: int, sizes: Sequence[int], state: bytes, put: Put, frozen: Frozen = NO_FROZEN
+    ) -> bool:
+        """The same of images of these sizes through a window of bounded memory: training waits until all but the last of it is written."""
         phase, done = Phase(self._get(Slot.PHASE)), False
         self.enter(Phase.SAVING)
         try:
@@ -240,7 +242,7 @@ class Seat:
             if arena is not None:
                 arena[WINDOW_BYTES : WINDOW_BYTES + len(state)] = state
                 told = {
-                    Slot.IMAGE_BYTES: image_bytes,
+                    Slot.IMAGE_BYTES: image.places(sizes)[-1][1],
                     Slot.STATE_AT: WINDOW_BYTES,
                     Slot.STATE_BYTES: len(state),
                     Slot.FROZEN_BYTES: more,
@@ -251,8 +253,8 @@ class Seat:
                 for slot, value in told.items():
                     self._put(slot, value)
                 places = [
-                    (is_frozen, at, size)
-                    for is_frozen, size in ((False, image_bytes), (True, more))
+                    (number, at, size)
+                    for number, size in enumerate([*sizes, more])
                     for at in range(0, size, WINDOW_BYTES)
                 ]
                 done = all(self._put_window(step, n, arena, put, place) for n, place in enumerate(places))
@@ -264,7 +266,7 @@ class Seat:
             self.enter(phase)
         return done
 
-    def _put_window(self, step: int, number: int, arena: memoryview, put: Put, place: tuple[bool, int, int]) -> bool:
+    def _put_window(self, step: int, number: int, arena: memoryview, put: Put, place: tuple[int, int, int]) -> bool:
         """Fill the window when its last bytes are written. False: the saver has given up this save, or is gone."""
         page = self.page
 
@@ -273,8 +275,8 @@ class Seat:
 
         if not self._await(lambda: self._get(Slot.WINDOWS_TAKEN) >= number or is_off()) or is_off():
             return False
-        is_frozen, at, size = place
-        put(arena[: min(WINDOW_BYTES, size - at)], is_frozen, at)
+        which, at, size = place
+        put(arena[: min(WINDOW_BYTES, size - at)], which, at)
         self._put(Slot.WINDOWS, number + 1)
         if number == 0:
             self._publish(step)

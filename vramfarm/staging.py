@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from vramfarm import image
-from vramfarm.image import Box, Image
+from vramfarm.flat import Range
+from vramfarm.image import Box
 from vramfarm.typed import StateError
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -38,6 +39,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _ALONE: Final[Mapping[tuple[int, ...], tuple[int, int]]] = {}
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -47,7 +49,11 @@ Meshes = Mapping[tuple[int, ...], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's part of a tensor: `copy` of `copies` ranks hold the same bytes."""
+    """
+    A rank's part of a tensor: `copy` of `copies` ranks hold the same bytes.
+
+    A part that is no box is several: the largest of them, and `edges`. `source` is the tensor that they are parts of.
+    """
 
     box: Box
     local: Tensor
@@ -55,6 +61,13 @@ class Piece:
     copy: int = 0
     copies: int = 1
     spread: bool = False
+    source: Tensor | None = None
+    edges: tuple[Piece, ...] = ()
+
+    @property
+    def place(self) -> int:
+        """Where in memory the tensor is of which this is a part."""
+        return int((self.local if self.source is None else self.source).data_ptr())
 
 
 def piece_of(  # noqa: PLR0913  # a tensor and its place
@@ -65,12 +78,34 @@ def piece_of(  # noqa: PLR0913  # a tensor and its place
     if dtype is None or tensor.layout is not torch.strided or tensor.is_meta:
         raise StateError(f"{key}: cannot be saved: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
     if is_dtensor(tensor):
-        return _piece_of_dtensor(key, tensor, dtype, _group_of(key, tensor, world_size, meshes))
-    if type(tensor) not in {Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        return _piece_of_dtensor(key, tensor, dtype, _group_of(key, ranks_of(tensor), world_size, meshes))
+    if type(tensor) not in _PLAIN:
         raise StateError(f"{key}: cannot be saved: a tensor of type {type(tensor).__qualname__}")
     shape = tuple(tensor.shape)
     box = Box(key, dtype, shape, (0,) * len(shape))
     return Piece(box, tensor.detach(), shape, copy=rank, copies=world_size, spread=spread)
+
+
+def piece_of_range(key: str, found: Range, *, world_size: int, meshes: Meshes, holder: Tensor | None = None) -> Piece:
+    """The same of a tensor in a flat parameter, or of a state that lies as that does."""
+    holder = found.holder if holder is None else holder
+    dtype = DTYPES.get(holder.dtype)
+    if dtype is None or type(holder) not in _PLAIN:
+        raise StateError(f"{key}: cannot be saved: a tensor of type {type(holder).__qualname__} and {holder.dtype}")
+    copy, copies = copy_of(key, found, world_size, meshes)
+    whole, *edges = [
+        Piece(
+            Box(key, dtype, tuple(local.shape), offsets), local, found.shape, copy, copies, spread=True, source=holder
+        )
+        for offsets, local in found.boxes(holder)
+    ]
+    return replace(whole, edges=tuple(edges))
+
+
+def copy_of(key: str, found: Range, world_size: int, meshes: Meshes) -> tuple[int, int]:
+    """Return which of the ranks that hold the same this one is, and how many there are."""
+    copy, copies = _group_of(key, found.group, world_size, meshes)
+    return copy * found.copies + found.copy, copies * found.copies
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -79,7 +114,9 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def ranks_of(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401  # DTensor is imported late
-    """Return the ranks over which a DTensor is spread."""
+    """Return the ranks over which a DTensor, or a flat parameter's tensor, is spread."""
+    if isinstance(tensor, Range):
+        return tensor.group
     return tuple(tensor.device_mesh.mesh.flatten().tolist())
 
 
@@ -98,8 +135,7 @@ def arrange(groups: Sequence[Sequence[Sequence[int]]], rank: int) -> dict[tuple[
     return known
 
 
-def _group_of(key: str, tensor: Any, world_size: int, meshes: Meshes) -> tuple[int, int]:  # noqa: ANN401  # as above
-    ranks = ranks_of(tensor)
+def _group_of(key: str, ranks: tuple[int, ...], world_size: int, meshes: Meshes) -> tuple[int, int]:
     if len(ranks) == world_size:
         return 0, 1
     if ranks not in meshes:
@@ -137,7 +173,7 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:  # noqa: 
 
 
 def choose(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces that this rank writes. All ranks choose alike, so each byte has one writer."""
+    """Return the pieces that this rank writes, edges behind what they are edges of. All ranks choose alike, so each byte has one writer."""
     loads: dict[int, list[int]] = {}
     mine = []
     for piece in sorted(pieces, key=_largest_first):
@@ -145,7 +181,7 @@ def choose(pieces: Iterable[Piece]) -> list[Piece]:
         writer = load.index(min(load)) if piece.spread else 0
         load[writer] += whole_bytes(piece)
         if writer == piece.copy and not _is_elsewhere(piece):
-            mine.append(piece)
+            mine += [piece, *piece.edges]
     return mine
 
 
@@ -161,10 +197,6 @@ def whole_bytes(piece: Piece) -> int:
 def _is_elsewhere(piece: Piece) -> bool:
     """An uneven split leaves some ranks with nothing of a tensor."""
     return piece.local.numel() == 0 and math.prod(piece.shape) > 0
-
-
-def lay_out(pieces: Sequence[Piece]) -> Image:
-    return image.lay_out(piece.box for piece in pieces)
 
 
 def as_tensor(memory: Any) -> Tensor:  # noqa: ANN401  # anything with a buffer

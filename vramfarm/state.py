@@ -8,9 +8,10 @@ optimizer state is read: torch would make a fake step to have some.
 
 from __future__ import annotations
 
+import math
 import random  # noqa: TID251  # the script's own generator is part of its state
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -19,7 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vramfarm import staging, typed
+from vramfarm import flat, staging, typed
+from vramfarm.flat import Range
 from vramfarm.loading import Reader
 from vramfarm.staging import Piece
 from vramfarm.typed import StateError
@@ -47,12 +49,35 @@ class Snapshot:
         )
         self.pieces.append(piece)
 
-    def encode(self, value: object, path: str, *, spread: bool = False) -> Any:  # noqa: ANN401  # JSON
-        """Return JSON for `value`; its tensors go to the shards."""
+    def add_range(self, key: str, found: Range, holder: Tensor | None = None) -> None:
+        self.pieces.append(
+            staging.piece_of_range(key, found, world_size=self.world_size, meshes=self.meshes, holder=holder)
+        )
+
+    def add_beside(self, key: str, tensor: Tensor, found: Range) -> None:
+        """Add what an optimizer keeps of a tensor in a flat parameter: laid out as that is, or once for the whole tensor."""
+        if tuple(tensor.shape) == found.extent:
+            self.add_range(key, found, tensor)
+            return
+        if tensor.numel() != 1 and not found.is_whole:
+            raise StateError(
+                f"{key}: cannot be saved: {tuple(tensor.shape)} for {found.extent} elements on this rank, which cannot be split "
+                "for another number of ranks"
+            )
+        if found.has_first:
+            copy, copies = staging.copy_of(key, found, self.world_size, self.meshes)
+            alone = staging.piece_of(key, tensor, rank=copy, world_size=copies, spread=True)
+            self.pieces.append(alone)
+
+    def encode(self, value: object, path: str, *, spread: bool = False, beside: Range | None = None) -> Any:  # noqa: ANN401  # JSON
+        """Return JSON for `value`; its tensors go to the shards, those `beside` a tensor as that is spread."""
 
         def leaf(where: str, inner: Any) -> Any:  # noqa: ANN401  # whatever a state_dict holds
             if isinstance(inner, Tensor):
-                self.add(where, inner, spread=spread)
+                if beside is not None:
+                    self.add_beside(where, inner, beside)
+                else:
+                    self.add(where, inner, spread=spread)
                 return {typed.TAG: "tensor", "v": where}
             if isinstance(inner, torch.Size):
                 return {typed.TAG: "size", "v": list(inner)}
@@ -89,19 +114,12 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401 
 # ------------------------------------------------------------------------------- modules
 
 
-def check_module(module: nn.Module) -> None:
-    if any(type(m).__name__ == "FullyShardedDataParallel" for m in module.modules()):
-        raise StateError(
-            "FullyShardedDataParallel (FSDP1) cannot be saved: its flat parameters are read by all ranks together, "
-            "so one rank that misses a save would hang the others; use torch.distributed.fsdp.fully_shard"
-        )
-
-
 def outline(models: Mapping[str, nn.Module]) -> list[Any]:
     """Return what all ranks' models must agree on, and the groups of ranks that this rank's tensors are spread over, as JSON."""
-    tensors = [(f"{p}.{n}", v) for p, m in models.items() for n, v in named_state(m) if isinstance(v, Tensor)]
+    tensors = [(f"{p}.{n}", v) for p, m in models.items() for n, v in named_state(m) if isinstance(v, Tensor | Range)]
     text = "\n".join(f"{key} {tuple(value.shape)} {value.dtype}" for key, value in tensors)
-    groups = dict.fromkeys(staging.ranks_of(value) for _, value in tensors if staging.is_dtensor(value))
+    spread = [value for _, value in tensors if isinstance(value, Range) or staging.is_dtensor(value)]
+    groups = dict.fromkeys(map(staging.ranks_of, spread))
     return [len(tensors), zlib.crc32(text.encode()), list(groups)]
 
 
@@ -144,35 +162,72 @@ def _wrapped(module: object) -> str | None:
     """Return the attribute by which a wrapper holds its module; None if it is no wrapper."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
-    names = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
-    return names.get(type(module).__name__)
+    return _WRAPPERS.get(type(module).__name__)
+
+
+_WRAPPERS: Final = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": flat.WRAPPED,
+}
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module's state_dict holds, under clean names. Tensors share their memory with the module."""
-    for raw, value in module.state_dict().items():
+    """
+    Yield what a module's state_dict holds, under clean names. Tensors share their memory with the module.
+
+    What is in a flat parameter is a `Range`: what this rank has of the tensor.
+    """
+    ranges = ranges_of([module])
+    raw_state = flat.own_state(module) if ranges else module.state_dict().items()
+    for raw, value in raw_state:
         name = clean_name(module, raw)
-        assert "_orig_mod" not in name, name
-        assert "_checkpoint_wrapped_module" not in name, name
-        yield name, value
+        assert not any(wrapped in name for wrapped in _WRAPPERS.values()), name
+        if name not in ranges:
+            yield name, value
+    yield from ranges.items()
 
 
-def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Return the clean name of each parameter, by identity. Of a tied one the first."""
-    names: dict[int, str] = {}
+def ranges_of(modules: Sequence[nn.Module]) -> dict[str, Range]:
+    """Return what this rank has of the tensors in flat parameters, by clean names, of several modules the first's."""
+    found: dict[str, Range] = {}
+    for module in modules:
+        for one in flat.flats(module):
+            found = {clean_name(module, raw): part for raw, part in one.ranges.items()} | found
+    return found
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that training has, tied ones and flat ones once for each name, under clean names."""
+    flats = flat.flats(module)
+    held = [(clean_name(module, name), holder) for one in flats for holder, names in one.holders for name in names]
+    known = {id(one.parameter) for one in flats} | {id(holder) for _, holder in held}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), clean_name(module, name))
+        if id(parameter) not in known:
+            yield clean_name(module, name), parameter
+    yield from held
+
+
+def parameter_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the clean name of each parameter, by identity; of a tied one the first, of a flat one those of all that is in it."""
+    flat_ones = {id(one.parameter) for one in flat.flats(module)}
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in named_parameters(module):
+        if id(parameter) in flat_ones:
+            names[id(parameter)] = (*names.get(id(parameter), ()), name)
+        else:
+            names.setdefault(id(parameter), (name,))
     return names
 
 
 def collect_module(snapshot: Snapshot, prefix: str, module: nn.Module) -> Any:  # noqa: ANN401  # JSON
     """Weights are the same on all ranks and are spread; buffers may differ, and rank 0's count (as in DDP)."""
-    weights = set(parameter_names(module).values()) | {
-        clean_name(module, n) for n, _ in module.named_parameters(remove_duplicate=False)
-    }
+    weights = {name for name, _ in named_parameters(module)}
     extra = {}
     for name, value in named_state(module):
-        if name.endswith(_EXTRA):
+        if isinstance(value, Range):
+            snapshot.add_range(f"{prefix}.{name}", value)
+        elif name.endswith(_EXTRA):
             extra[name] = snapshot.encode(value, f"{prefix}.{name}")
         else:
             snapshot.add(f"{prefix}.{name}", value, spread=name in weights)
@@ -181,30 +236,42 @@ def collect_module(snapshot: Snapshot, prefix: str, module: nn.Module) -> Any:  
 
 def plan_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[str, Any]) -> tuple[int, Then]:
     """Ask for what a module holds, to be filled in place; also return how many tensors that is. `StateError` lists what does not fit."""
-    targets = {f"{prefix}.{n}": v for n, v in named_state(module) if not n.endswith(_EXTRA)}
+    targets: dict[str, Any] = {f"{prefix}.{n}": v for n, v in named_state(module) if not n.endswith(_EXTRA)}
     extra_tensors = tuple(f"{prefix}.{name}" for name in extra)
     saved = {k for k in reader.keys if k.startswith(f"{prefix}.") and not k.startswith(extra_tensors or ("\0",))}
-    _check_fit(reader, prefix, targets, saved)
+    cast = {f"{prefix}.{clean_name(module, raw)}" for raw in flat.cast_buffers(module)}
+    _check_fit(reader, prefix, targets, saved, cast)
     for key, tensor in targets.items():
-        fill_from(reader, key, tensor)
-    raw_names = [name for name in module.state_dict() if name.endswith(_EXTRA)] if extra else []
-    decoded = {
-        raw: decode(extra[name], reader.whole) for raw in raw_names if (name := clean_name(module, raw)) in extra
-    }
+        if key not in cast:
+            fill_from(reader, key, tensor)
+    brought = {key: reader.whole(key) for key in targets.keys() & cast}
+    owners = (
+        [(raw, one) for raw, one in module.named_modules(remove_duplicate=False) if _has_extra(one)] if extra else []
+    )
+    names = [(clean_name(module, f"{raw}.{_EXTRA}" if raw else _EXTRA), one) for raw, one in owners]
+    decoded = [(one, decode(extra[name], reader.whole)) for name, one in names if name in extra]
 
     def then() -> None:
-        for raw, value in decoded.items():
-            module.get_submodule(raw.removesuffix(_EXTRA).rstrip(".")).set_extra_state(value)
+        for key, value in brought.items():
+            targets[key].copy_(value)
+        for one, value in decoded:
+            one.set_extra_state(value)
 
     return len(targets), then
 
 
-def _check_fit(reader: Reader, prefix: str, targets: Mapping[str, Tensor], saved: set[str]) -> None:
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _check_fit(
+    reader: Reader, prefix: str, targets: Mapping[str, Tensor | Range], saved: set[str], cast: set[str]
+) -> None:
     wrong = [f"{key}: not in the checkpoint" for key in sorted(targets.keys() - saved)]
     wrong += [f"{key}: in the checkpoint, not in the {prefix}" for key in sorted(saved - targets.keys())]
     for key in sorted(targets.keys() & saved):
         tensor, found = targets[key], (reader.shape(key), reader.dtype(key))
-        if (tuple(tensor.shape), tensor.dtype) != found:
+        if (tuple(tensor.shape), found[1] if key in cast else tensor.dtype) != found:
             wrong.append(
                 f"{key}: expected {tuple(tensor.shape)} {tensor.dtype}, the checkpoint has {found[0]} {found[1]}"
             )
@@ -215,7 +282,12 @@ def _check_fit(reader: Reader, prefix: str, targets: Mapping[str, Tensor], saved
         raise StateError("\n  ".join([f"{reader.manifest.ref.name} does not fit:", *wrong[:20], *more]))
 
 
-def fill_from(reader: Reader, key: str, tensor: Tensor) -> None:
+def fill_from(reader: Reader, key: str, tensor: Tensor | Range, holder: Tensor | None = None) -> None:
+    """Fill what this rank has of a tensor; of one in a flat parameter, or of a state that lies as that does: `holder`."""
+    if isinstance(tensor, Range):
+        for offsets, view in tensor.boxes(holder):
+            reader.read_into(key, view, offsets)
+        return
     reader.read_into(key, staging.local_of(tensor), staging.local_box(tensor)[1])
 
 
@@ -227,21 +299,35 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise StateError("ZeroRedundancyOptimizer cannot be saved: its state lies on one rank; use fully_shard")
 
 
-def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
-    """Return a name for each parameter, in the order in which the optimizer numbers them."""
-    names: dict[int, str] = {}
+Names = Sequence[tuple[str, ...]]
+"""Of an optimizer's parameters, as it numbers them: one each, but a flat parameter has those of all that is in it."""
+
+
+def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Names:
+    names: dict[int, tuple[str, ...]] = {}
     for model in models:
         names |= {k: v for k, v in parameter_names(model).items() if k not in names}
-    found = []
+    found: list[tuple[str, ...]] = []
     for g, group in enumerate(optimizer.param_groups):
-        found += [names.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group["params"])]
+        found += [names.get(id(p), (f"unnamed.{g}.{i}",)) for i, p in enumerate(group["params"])]
     return found
 
 
-def collect_states(snapshot: Snapshot, prefix: str, names: Sequence[str], states: Mapping[Any, Any]) -> Any:  # noqa: ANN401  # JSON
+def collect_states(
+    snapshot: Snapshot, prefix: str, names: Names, ranges: Mapping[str, Range], states: Mapping[Any, Any]
+) -> list[list[Any]]:
     """Return JSON of what an optimizer keeps of each parameter, under the parameters' names."""
-    named = {names[i] if isinstance(i, int) else i: inner for i, inner in states.items()}
-    return [[name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True)] for name, inner in named.items()]
+    named = [(name, inner) for i, inner in states.items() for name in (names[i] if isinstance(i, int) else (i,))]
+    return [
+        [name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True, beside=ranges.get(name))]
+        for name, inner in named
+    ]
+
+
+def merge_states(rank_0: Sequence[Sequence[Any]], others: Iterable[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """Return the states of all tensors: of those in flat parameters each rank knows some."""
+    found = {name: inner for states in others for name, inner in states} | dict(map(tuple, rank_0))
+    return [[name, inner] for name, inner in found.items()]
 
 
 def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> Then:  # noqa: ANN401  # JSON
@@ -250,15 +336,26 @@ def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Seq
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     groups = decode(saved["groups"], reader.whole)
     _check_groups(optimizer, names, groups)
-    index = {name: i for i, name in enumerate(names)}
-    like = {name: parameters[i] for name, i in index.items()}
-    state = {
-        index.get(name, name): decode(inner, partial(_state_tensor, reader, like.get(name)))
-        for name, inner in saved["state"]
-    }
+    ranges, known = ranges_of(models), dict(map(tuple, saved["state"]))
+    state: dict[Any, Any] = {}
+    for i, (parameter, several) in enumerate(zip(parameters, names, strict=True)):
+        there = {name: known.pop(name) for name in several if name in known}
+        if not there:
+            continue
+        if several[0] in ranges:
+            inner = _states_of_ranges(reader, {name: ranges[name] for name in there}, there)
+        else:
+            inner = decode(there[several[0]], partial(_state_tensor, reader, parameter))
+        if inner is not None:
+            state[i] = inner
+    state |= {name: decode(inner, reader.whole) for name, inner in known.items()}  # of no parameter
 
     def then() -> None:
-        numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
+        numbers = iter(range(len(names)))
+        numbered = [
+            {**group, "params": [next(numbers) for _ in now["params"]]}
+            for group, now in zip(groups, optimizer.param_groups, strict=True)
+        ]
         optimizer.load_state_dict({"state": state, "param_groups": numbered})
         for i, inner in state.items():
             if isinstance(i, int):
@@ -267,9 +364,31 @@ def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Seq
     return then
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+def _states_of_ranges(reader: Reader, ranges: Mapping[str, Range], saved: Mapping[str, Any]) -> Any:  # noqa: ANN401  # JSON
+    """Return what an optimizer keeps of a parameter with these ranges in it; None if this rank has nothing of them."""
+    made: dict[str, Tensor] = {}
+
+    def tensor(name: str, key: str) -> Tensor:
+        found, what = ranges[name], key.partition(f".state.{name}")[2]
+        if reader.shape(key) != found.shape:
+            whole = reader.whole(key)
+            if whole.numel() != 1 and not found.is_whole:
+                raise StateError(f"{key}: {tuple(whole.shape)} cannot be split over the ranks that hold {name}")
+            return whole
+        if what not in made:
+            made[what] = torch.zeros(found.extent, dtype=reader.dtype(key), device=found.holder.device)
+        fill_from(reader, key, found, made[what])
+        return made[what]
+
+    if all(math.prod(one.extent) == 0 for one in ranges.values()):
+        return None
+    decoded = [decode(inner, partial(tensor, name)) for name, inner in saved.items()]
+    return decoded[0]
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
     rest = iter(names)
-    ours = [{next(rest) for _ in group["params"]} for group in optimizer.param_groups]
+    ours = [{name for _ in group["params"] for name in next(rest)} for group in optimizer.param_groups]
     theirs = [set(group["params"]) for group in groups]
     if ours != theirs:
         nothing: set[str] = set()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramfarm import staging, state
+from vramfarm import flat, staging, state
 from vramfarm.staging import Piece
 from vramfarm.state import Snapshot
 
@@ -25,7 +25,8 @@ class Still:
     """
     Weights, buffers and optimizer states as of one walk.
 
-    `models` and `states` are their JSON; `names` are those of each optimizer's parameters. `owned` are the
+    `models` and `states` are their JSON; `names` are those of each optimizer's parameters. `own_states` are those of
+    tensors in flat parameters that this rank has the first element of: no rank has all of them. `owned` are the
     keys of tensors that nothing but `optimizer.step()` changes, `frozen` those of weights that nothing changes:
     they want no gradient, and are none of the `restless`, which did so and changed all the same.
     """
@@ -45,7 +46,12 @@ class Still:
         self.models = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
         self.names = {n: state.optimizer_names(o, list(models.values())) for n, o in optimizers}
         raw = {name: optimizer.state_dict() for name, optimizer in optimizers}
-        self.states = {n: state.collect_states(snapshot, n, self.names[n], raw[n]["state"]) for n, _ in optimizers}
+        ranges = state.ranges_of(list(models.values()))
+        self.states = {
+            n: state.collect_states(snapshot, n, self.names[n], ranges, raw[n]["state"]) for n, _ in optimizers
+        }
+        firsts = {name for name, one in ranges.items() if one.has_first}
+        self.own_states = {n: [one for one in states if one[0] in firsts] for n, states in self.states.items()}
         self._groups = {name: raw[name]["param_groups"] for name, _ in optimizers}
         self.pieces: list[Piece] = snapshot.pieces
         self._watched = list(_parts(models, optimizers))
@@ -56,9 +62,10 @@ class Still:
         self._is_plain = all(map(_is_plain, dict(optimizers).values())) and not any(self.models.values())
         self._is_known = self._covers(self.pieces)
         owned = {_place(one) for one in _owned(optimizers)}
-        self.owned = frozenset(p.box.key for p in self.pieces if p.local.data_ptr() in owned and self._is_known)
+        self.owned = frozenset(p.box.key for p in self.pieces if p.place in owned and self._is_known)
+        self.guards = tuple(one for module in models.values() for found in flat.flats(module) for one in found.guards())
         self.restless = restless
-        places = {p.box.key: p.local.data_ptr() for p in self.pieces}
+        places = {p.box.key: p.place for p in self.pieces}
         self._frozen = {
             key: (parameter, _version(parameter))
             for key, parameter in _parameters(models)
@@ -88,7 +95,10 @@ class Still:
         groups = dict(self._optimizers)[name].param_groups if self._is_plain else self._groups[name]
         rest = iter(self.names[name])
         return [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [next(rest) for _ in group["params"]]}
+            {
+                **{k: v for k, v in group.items() if k != "params"},
+                "params": [n for _ in group["params"] for n in next(rest)],
+            }
             for group in groups
         ]
 
@@ -98,7 +108,7 @@ class Still:
     def _covers(self, pieces: Sequence[Piece]) -> bool:
         """A state_dict may give other tensors than those that are there, made for the occasion."""
         known = set(self._places)
-        return all(piece.local.numel() == 0 or piece.local.data_ptr() in known for piece in pieces)
+        return all(piece.local.numel() == 0 or piece.place in known for piece in pieces)
 
 
 def _parts(models: Mapping[str, nn.Module], optimizers: _Named) -> Iterator[object]:
@@ -125,10 +135,10 @@ def _owned(optimizers: _Named) -> Iterator[Tensor]:
             yield from (one for one in inner.values() if isinstance(one, Tensor))
 
 
-def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for prefix, model in models.items():
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            yield f"{prefix}.{state.clean_name(model, name)}", parameter
+        for name, parameter in state.named_parameters(model):
+            yield f"{prefix}.{name}", parameter
 
 
 def _version(tensor: Tensor) -> int:

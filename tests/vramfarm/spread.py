@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -52,21 +52,61 @@ def as_fsdp_tp(model):
     return fully_shard(model, mesh=mesh["dp"]), (mesh["dp"].get_local_rank(), 2)
 
 
-WAYS = {"ddp": as_ddp, "fsdp2": as_fsdp2, "hsdp": as_hsdp, "tp": as_tp, "fsdp+tp": as_fsdp_tp}
+def fsdp1(model, strategy="FULL_SHARD", inner=(2,), **more):
+    def wrapped(module):
+        return FullyShardedDataParallel(
+            module, sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu"), **more
+        )
+
+    for number in inner:
+        model[number] = wrapped(model[number])
+    return wrapped(model), None
+
+
+def as_fsdp1(model):
+    return fsdp1(model, use_orig_params=True)
+
+
+def as_fsdp1_flat(model):
+    return fsdp1(model, "SHARD_GRAD_OP", inner=(0, 2, 3), use_orig_params=False)
+
+
+def as_fsdp1_hybrid(model):
+    return fsdp1(model, "HYBRID_SHARD", use_orig_params=True, device_mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def as_fsdp1_copied(model):
+    return fsdp1(model, "NO_SHARD", use_orig_params=True)
+
+
+WAYS = {
+    "ddp": as_ddp,
+    "fsdp1": as_fsdp1,
+    "fsdp1-flat": as_fsdp1_flat,
+    "fsdp2": as_fsdp2,
+    "hsdp": as_hsdp,
+    "fsdp1-hybrid": as_fsdp1_hybrid,
+    "fsdp1-copied": as_fsdp1_copied,
+    "tp": as_tp,
+    "fsdp+tp": as_fsdp_tp,
+}
 
 
 class Run:
     """A model with 13 rows, which four ranks do not divide, and a frozen layer behind them."""
 
     def __init__(self, way, directory, seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 13))
-        model.append(nn.Linear(13, 1 << 17, bias=False).requires_grad_(requires_grad=False))
-        self.model, self.data_parallel = WAYS[way](model)
+        self.model, self.data_parallel = WAYS[way](self.plain(seed))
         self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.1)
         self.ckpt = Checkpointer(
             self.model, self.optimizer, dir=directory, data_parallel=self.data_parallel, keep_last=3
         )
+
+    @staticmethod
+    def plain(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 13))
+        return model.append(nn.Linear(13, 1 << 17, bias=False).requires_grad_(requires_grad=False))
 
     def train(self, steps):
         """Return the losses, exactly."""
@@ -84,12 +124,36 @@ class Run:
         return losses
 
     def digests(self):
+        if isinstance(self.model, FullyShardedDataParallel):
+            return {k: digest(t) for k, t in sorted(gathered(self.model, self.optimizer).items())}
         inner = getattr(self.model, "module", self.model)
         tensors = dict(inner.state_dict())
         names = {id(p): n for n, p in inner.named_parameters()}
         for parameter, state in self.optimizer.state.items():
             tensors |= {f"{names[id(parameter)]}.{k}": v for k, v in state.items()}
         return {k: digest(t.full_tensor() if isinstance(t, DTensor) else t) for k, t in sorted(tensors.items())}
+
+
+def gathered(model, optimizer):
+    """All of it, as torch itself brings FSDP1's parts together."""
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        tensors = dict(model.state_dict())
+    if any(name.endswith("_flat_param") for name, _ in model.named_parameters()):
+        states = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        return tensors | {f"{name}.{k}": v for name, state in states.items() for k, v in state.items()}
+    named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+    mine = {name: optimizer.state[p] for name, p in named if p in optimizer.state}
+    told = [None] * dist.get_world_size(
+        model.process_group
+    )  # that function returns exp_avg_sq for exp_avg on a processor
+    dist.all_gather_object(told, mine, model.process_group)
+    for name, shape in [(n, tensors[n].shape) for one in told for n in one]:
+        rows = [one[name] for one in told if name in one][
+            : 1 if name in mine and mine[name]["exp_avg"].shape == shape else None
+        ]
+        tensors |= {f"{name}.{k}": torch.cat([row[k] for row in rows]).view(shape) for k in ("exp_avg", "exp_avg_sq")}
+        tensors[f"{name}.step"] = rows[0]["step"]
+    return tensors
 
 
 def digest(tensor):
@@ -136,9 +200,9 @@ def main(root):
             files, names = frozen_files(root / way)
             say(saved=way, read="linked", same=0 < 2 * files == names)
         last[way] = run.digests()
-        sizes = {
-            k: v.numel() * v.element_size() for k, v in getattr(run.model, "module", run.model).state_dict().items()
-        }
+        with torch.random.fork_rng():
+            plain = Run.plain(0)
+        sizes = {k: v.numel() * v.element_size() for k, v in plain.state_dict().items()}
         written = bytes_written(root / way)
         say(saved=way, read="once", same={k: written[k] for k in sizes} == sizes)
     for way, other in zip(ways, [*ways[2:], *ways[:2]], strict=True):

@@ -151,6 +151,28 @@ def wrapped():
     )
 
 
+def test_parameters_in_another_order_keep_their_own_state(tmp_path):
+    """
+    What an optimizer knows of a parameter follows its name, also where a script hands them over in another order.
+    """
+
+    def optimizer_of(order):
+        return lambda model: torch.optim.SGD([model.get_parameter(n) for n in order], lr=0.1, momentum=0.9)
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    order = ["0.weight", "1.weight"]
+    net, optimizer, _ = train(tmp_path, 3, model=model(), optimizer_of=optimizer_of(order))
+    before = {name: optimizer.state[net.get_parameter(name)] for name in order}
+    net = model()
+    turned = optimizer_of(order[::-1])(net)
+    Checkpointer(net, turned, dir=tmp_path / "checkpoints").finish()
+
+    assert same(before, {name: turned.state[net.get_parameter(name)] for name in order})
+
+
 def test_wrappers_do_not_change_names(tmp_path):
     """
     Saved compiled and with activation checkpoints, loaded plain, and loaded compiled again.

@@ -240,7 +240,7 @@ def test_no_copy_lies_across_two_pinned_pieces():
     key = Box("w", "U8", (size,), (0,))
     image = lay_out([key])
     memory = memoryview(mmap.mmap(-1, at + image.size_bytes))
-    layout = Layout(image, None, (), {"w": torch.empty(size, dtype=torch.uint8)}, frozenset())
+    layout = Layout((image,), None, (), {key: torch.empty(size, dtype=torch.uint8)}, frozenset())
 
     parts = _Plan(memory[at:], layout, at=at)._parts(image.placed[0].begin, image.placed[0].end)
 

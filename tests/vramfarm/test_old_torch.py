@@ -32,7 +32,7 @@ def run(python, cwd, *arguments):
 
 
 def torchrun(python, cwd, *arguments):
-    run(python, cwd, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
+    return run(python, cwd, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,18 @@ def test_another_torch_trains_and_resumes(python, kind, tmp_path):
     )
     assert 26 == len(whole[0].splitlines())
     assert whole == parts
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_another_torch_has_the_fsdp1_that_we_know(python, tmp_path):
+    """
+    Its private names for what lies where are the same, and every check of the newest torch passes.
+    """
+    said = torchrun(python, tmp_path, HERE / "flat_run.py", tmp_path)
+    checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+    assert [] == [check for check in checks if not check["same"]]
+    assert len(checks) in {30, 36}, said  # with a reader of its own
 
 
 @pytest.mark.skipif(len(PYTHONS) < 2, reason="one interpreter: it need not have a reader")

@@ -1,6 +1,7 @@
 """The shards: readable by others, verified by us, each byte with one writer."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from vramfarm import folder, image, protocol, staging, state, writing
+from vramfarm import flat, folder, image, protocol, staging, state, writing
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.image import Box, ImageError
 from vramfarm.loading import DamagedError, Reader
@@ -39,11 +40,11 @@ def write(directory, tensors, world_size, *, rows=("w",)):
     shards = []
     for rank in range(world_size):
         pieces = staging.choose([_piece(k, t, rank, world_size, sharded=k in rows) for k, t in tensors.items()])
-        shard = staging.lay_out(pieces)
+        shard = image.lay_out(piece.box for piece in pieces)
         memory = memoryview(bytearray(shard.size_bytes))
-        layout = Layout(shard, None, (), {}, frozenset())
+        layout = Layout((shard,), None, (), {}, frozenset())
         Copier([], hide=True).fill(
-            memory, memoryview(b""), Taken(layout, {p.box.key: p.local for p in pieces}, b"", is_new=True)
+            memory, memoryview(b""), Taken(layout, {p.box: p.local for p in pieces}, b"", is_new=True)
         )
         path = temporary / protocol.shard_name(rank, world_size)
         shards.append(writing.write_shard(path, memory, shard.size_bytes))
@@ -101,6 +102,34 @@ def test_torch_reshards_our_files(tmp_path):
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(stored.path)), no_dist=True)
 
     assert all(torch.equal(TENSORS[key], tensor) for key, tensor in wanted.items())
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+@settings(deadline=None)
+def test_a_range_of_elements_is_a_few_boxes(shape, data):
+    """
+    Each element of the range once, in order, without holes in memory; at most 2n - 1 boxes for n dimensions.
+    """
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, whole.numel())] * 2)))
+    boxes = flat.split(shape, begin, end)
+    found = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in boxes]
+
+    assert list(range(begin, end)) == [i for box in found for i in box.flatten().tolist()]
+    assert all(box.is_contiguous() for box in found)
+    assert 2 * len(shape) > len(boxes)
+
+
+def test_further_boxes_of_a_tensor_go_to_further_files():
+    """
+    No file has a name twice; each begins on a page, where whoever knows their sizes looks for it.
+    """
+    boxes = [Box("w", "F32", (2, 3), (1, 0)), Box("v", "F32", (4,), (0,)), Box("w", "F32", (1, 2), (0, 1))]
+    images = image.lay_out_all(boxes)
+
+    assert [{"w", "v"}, {"w"}] == [{placed.box.key for placed in one.placed} for one in images]
+    assert [(one.begin, one.begin + one.size_bytes) for one in images] == image.places(i.size_bytes for i in images)
+    assert 0 == images[1].begin % 4096 == images[1].placed[0].begin % 4096
 
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=20), st.integers(1, 8))

@@ -85,14 +85,27 @@ def test_any_number_of_ranks_goes_on(trained, tmp_path):
 
 def test_however_a_model_is_spread(tmp_path):
     """
-    Tensor parallel, FSDP2 with replicas, both, and layers that only FSDP2 spreads beside tensor parallel ones: resumed
-    to the last bit, each byte written by one rank, frozen weights once; and each read as another, DDP and FSDP2 too.
+    Tensor parallel, FSDP2 with replicas, both, layers that only FSDP2 spreads beside tensor parallel ones, and FSDP1 in
+    four ways: resumed to the last bit, each byte written by one rank, frozen weights once; and each read as another.
     """
     said = output_of(torchrun(tmp_path, 4, HERE / "spread.py", tmp_path))
     checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     assert [] == [check for check in checks if not check["same"]]
-    assert 16 == len(checks), said
+    assert 32 == len(checks), said
+
+
+def test_fsdp1_with_all_that_it_may_be_combined_with(tmp_path):
+    """
+    Nested, low precision, flat parameters in the optimizer, compiled, through a window; tied, frozen and unused weights,
+    and some that do not lie as they are indexed: every save is what the weights were then, resumed to the last bit,
+    read by torch's own reader; what else changes the weights is noticed, what cannot be saved is refused.
+    """
+    said = output_of(torchrun(tmp_path, 2, HERE / "flat_run.py", tmp_path))
+    checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+    assert [] == [check for check in checks if not check["same"]]
+    assert 36 == len(checks), said
 
 
 def batch_of(line):
