@@ -94,6 +94,13 @@ def clean(name):
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
+def agreed(mine):
+    """Ranks that see the folder at different times must not part."""
+    told = [bool(mine)]
+    dist.broadcast_object_list(told)
+    return told[0]
+
+
 def say(name, same):
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, bool(same))
@@ -116,10 +123,9 @@ def resumes(root, kind):
     run, history = Run(kind, root / "parts"), {}
     run.step()
     run.ckpt.save()
-    while len(history) < 400 and not history.keys() & {s.manifest.step for s in folder.committed(run.directory)}:
+    while not agreed(history.keys() & {s.manifest.step for s in folder.committed(run.directory)}):
         run.step()
         history[run.ckpt.start_step] = run.whole()
-        dist.barrier()
     stored = newest(run.directory)
     say(f"{kind}: saved beside the training", is_saved(stored, history[stored.manifest.step]))
     run = Run(kind, root / "more")
