@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -78,6 +79,9 @@ class FaultyDisk(Disk):
             super().write_at(path, offset, data[: len(data) // 2])
         self._count()
         super().write_at(path, offset, data)
+
+    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes]) -> None:
+        self.write_at(path, offset, b"".join(blocks))
 
     def make_folder(self, path: Path) -> None:
         self._count()

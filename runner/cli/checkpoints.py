@@ -24,8 +24,7 @@ from runner.words import size, span
 from vramfarm.protocol import MANIFEST, Ref
 
 if TYPE_CHECKING:
-    from runner.storage.export import Source
-    from runner.storage.offsite.transfer import Meter, Survey
+    from runner.storage.offsite.transfer import Meter, Source, Survey
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
@@ -300,8 +299,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _source(which: str) -> Source:
-    from runner.storage.export import HereSource, StoreSource  # noqa: PLC0415  # slow
+    from runner.storage.export import HereSource  # noqa: PLC0415  # slow
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite.transfer import StoreSource  # noqa: PLC0415  # the same
 
     if is_address(which):
         run = open_run(which)

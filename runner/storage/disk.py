@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,18 @@ class Disk:
             while view:
                 written = os.pwrite(fd, view, offset)
                 view, offset = view[written:], offset + written
+        finally:
+            os.close(fd)
+
+    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes]) -> None:
+        """The same, block after block: what is in none of the blocks' memory any more is on its way to the disk."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            for block in blocks:
+                view = memoryview(block)
+                while view:
+                    written = os.pwrite(fd, view, offset)
+                    view, offset = view[written:], offset + written
         finally:
             os.close(fd)
 

@@ -16,20 +16,19 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import crc32
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Store, in_parallel
-from runner.storage.offsite.transfer import Meter, Progress, read_chunk, read_manifest
+from runner.storage.offsite.contract import in_parallel
+from runner.storage.offsite.transfer import Meter, Progress, Source
 from vramfarm.image import ITEM_BYTES, Box, ImageError, Placed, header_bytes, parse_header
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
 
@@ -41,16 +40,6 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # what safetensors itself reads
 _SPARE_BYTES: Final = 64 << 20
 _NUM_THREADS: Final = 4  # and as many chunks in memory
 _WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-class Source(Protocol):
-    """A checkpoint, wherever it is."""
-
-    manifest: Manifest
-
-    def read(self, shard: Shard, chunk: int) -> bytes:
-        """One chunk, compared with the manifest; `StoreError` if it is another or cannot be had."""
-        ...
 
 
 class HereSource:
@@ -77,13 +66,8 @@ class HereSource:
             )
         return found
 
-
-class StoreSource:
-    """A checkpoint in a store; only what the model needs is fetched."""
-
-    def __init__(self, store: Store, job: str, ref: Ref) -> None:
-        self.manifest = read_manifest(store, job, ref.name)
-        self.read: Callable[[Shard, int], bytes] = partial(read_chunk, store, job, ref)
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+        return (self.read(shard, chunk) for chunk in range(first, first + num_chunks))
 
 
 _OLDER: Final = "take an older checkpoint; this one is damaged"

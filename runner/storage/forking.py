@@ -18,8 +18,9 @@ from runner.facts import Checkpoint
 from runner.job import split_address
 from runner.storage.checkpoints import ORIGIN, CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.export import HereSource, Source, StoreSource
+from runner.storage.export import HereSource
 from runner.storage.offsite import OffsiteError, Store, transfer
+from runner.storage.offsite.transfer import Source, StoreSource
 from vramfarm.protocol import MANIFEST, Shard
 
 NO_ATTEMPT: Final = 0  # of this run made it
@@ -91,7 +92,7 @@ def _copy(  # noqa: PLR0913, PLR0917  # as above
     for checkpoint in directory.committed():
         if checkpoint.ref == ours.ref:
             return checkpoint
-    return transfer.bring(ours, source.read, directory, progress)
+    return transfer.bring(ours, source, directory, progress)
 
 
 # ------------------------------------------------------------------------- where it may be

@@ -17,8 +17,9 @@ from runner.errors import StoreError
 from runner.storage import export as exporting
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.export import HereSource, StoreSource, Wish, bf16_of_f32, export
+from runner.storage.export import HereSource, Wish, bf16_of_f32, export
 from runner.storage.offsite import transfer
+from runner.storage.offsite.transfer import StoreSource
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.storage.examples import commit
 from vramfarm import image

@@ -218,6 +218,10 @@ class UnreliableStore(FileStore):
         self.num_reads += 1
         return self.on_read(super().read(key, offset, num_bytes))
 
+    def stream(self, key, offset, num_bytes):
+        self.num_reads += 1
+        return (self.on_read(block) for block in super(UnreliableStore, self).stream(key, offset, num_bytes))
+
 
 @pytest.fixture
 def unreliable(tmp_path):

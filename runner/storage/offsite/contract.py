@@ -1,6 +1,6 @@
 """What a store is to the rest of this room, and the two ways in which it can fail."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
-_READ_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 1 << 20  # of a file or an object that goes by; a chunk is a whole number of them
 
 
 class OffsiteError(StoreError):
@@ -136,6 +136,10 @@ class Store(Protocol):
         """Some bytes of an object; fewer only at its end. Not checked: compare checksums."""
         ...
 
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
+        """The same in blocks of `BLOCK_BYTES`, the last one perhaps shorter, so that memory does not grow with them."""
+        ...
+
     def list(self, prefix: str) -> Iterator[Entry]:
         """Everything below a prefix, in no order; keys that are not plain relative paths are left out."""
         ...
@@ -182,7 +186,7 @@ def check_chunks(path: Path, shard: Shard, first: int, num_chunks: int) -> None:
 
 def _check_chunk(file: FileIO, path: Path, shard: Shard, index: int) -> None:
     checksum, left = 0, min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)
-    while left and (block := file.read(min(_READ_BYTES, left))):
+    while left and (block := file.read(min(BLOCK_BYTES, left))):
         checksum, left = crc32(block, checksum), left - len(block)
     if left or checksum != shard.checksums[index]:
         raise _other_bytes(path, index)
@@ -195,6 +199,22 @@ def _other_bytes(path: Path, index: int) -> OffsiteError:
         final=True,
         damaged=True,
     )
+
+
+def by_chunk(blocks: Iterable[bytes], done: Callable[[int], None]) -> Iterator[bytes]:
+    """
+    Pass on the blocks of whole chunks. `done` is called with a chunk's CRC32 when whoever takes the blocks asks
+    for the next one, and so has written the chunk.
+    """
+    checksum, size = 0, 0
+    for block in blocks:
+        checksum, size = crc32(block, checksum), size + len(block)
+        yield block
+        if size == CHUNK_BYTES:
+            done(checksum)
+            checksum, size = 0, 0
+    if size:
+        done(checksum)
 
 
 def read_chunk(path: Path, shard: Shard, index: int) -> bytes:

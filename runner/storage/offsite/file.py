@@ -21,6 +21,7 @@ from typing import Final
 
 from runner.storage.disk import Disk, lstat_inside
 from runner.storage.offsite.contract import (
+    BLOCK_BYTES,
     MAX_SMALL_BYTES,
     Abilities,
     Checksums,
@@ -168,6 +169,12 @@ class FileStore:
         with self._plain_words(key), self._path(key).open("rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
+
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
+        with self._plain_words(key), self._path(key).open("rb") as file:
+            file.seek(offset)
+            for at in range(0, num_bytes, BLOCK_BYTES):
+                yield file.read(min(BLOCK_BYTES, num_bytes - at))
 
     def list(self, prefix: str) -> Iterator[Entry]:
         with self._plain_words(prefix):

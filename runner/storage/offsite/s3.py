@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import tenacity
 from botocore.exceptions import ClientError, IncompleteReadError
@@ -33,6 +33,7 @@ from botocore.exceptions import ClientError, IncompleteReadError
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine_chunks, crc32
 from runner.storage.offsite.contract import (
+    BLOCK_BYTES,
     MAX_SMALL_BYTES,
     Abilities,
     Checksums,
@@ -332,25 +333,25 @@ class S3Store:
         return self.read(key, 0, head.size_bytes)
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        if num_bytes == 0:
-            return b""
+        return next(self._blocks(key, offset, num_bytes, num_bytes), b"")
+
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
+        return self._blocks(key, offset, num_bytes, BLOCK_BYTES)
+
+    def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int) -> Iterator[bytes]:
+        """Each block may be asked for so often; what came before it is not asked for again."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
             wait=tenacity.wait_random_exponential(max=5),
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, NO_ANSWER)),
             reraise=True,
         )
-        with self._plain_words(key):
-            return retrying(self._read_once, key, offset, num_bytes)
-
-    def _read_once(self, key: str, offset: int, num_bytes: int) -> bytes:
-        answer = self._client.get_object(**self._named(key), Range=f"bytes={offset}-{offset + num_bytes - 1}")
-        with closing(answer["Body"]) as body:
-            content = body.read(num_bytes)  # a server that ignores the range cannot fill our memory
-        expected = min(num_bytes, answer["ContentLength"])
-        if len(content) != expected:
-            raise IncompleteReadError(actual_bytes=len(content), expected_bytes=expected)
-        return content
+        reading = _Reading(partial(self._client.get_object, **self._named(key)), offset, num_bytes)
+        with closing(reading):
+            while reading.left:
+                with self._plain_words(key):
+                    block = retrying(reading.next_block, block_bytes)
+                yield block
 
     def list(self, prefix: str) -> Iterator[Entry]:
         with self._plain_words(prefix):
@@ -412,6 +413,36 @@ class S3Store:
 
     def _plain_words(self, key: str) -> AbstractContextManager[None]:
         return plain_words(f"{self.address}/{key}".rstrip("/"))
+
+
+class _Reading:
+    """A range of an object on its way. After an error it goes on where the last whole block ended."""
+
+    def __init__(self, ask: Callable[..., Any], offset: int, num_bytes: int) -> None:
+        self._ask = ask
+        self._at = offset
+        self._body: Any = None
+        self.left = num_bytes
+
+    def next_block(self, block_bytes: int) -> bytes:
+        if self._body is None:
+            answer = self._ask(Range=f"bytes={self._at}-{self._at + self.left - 1}")
+            self._body, self.left = answer["Body"], min(self.left, answer["ContentLength"])
+        expected, block = min(block_bytes, self.left), b""
+        try:
+            block = self._body.read(expected)  # no more: a server that ignores the range cannot fill our memory
+        finally:
+            if len(block) != expected:
+                self.close()
+        if len(block) != expected:
+            raise IncompleteReadError(actual_bytes=len(block), expected_bytes=expected)
+        self._at, self.left = self._at + expected, self.left - expected
+        return cast("bytes", block)
+
+    def close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
 
 
 class _Condition(TypedDict, total=False):

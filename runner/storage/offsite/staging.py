@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from runner.storage.checksums import combine_chunks, crc32, is_sum_of_parts
 from runner.storage.disk import Disk, write_durable
-from runner.storage.offsite.contract import Head, OffsiteError, Store, in_parallel
-from runner.storage.offsite.transfer import Meter, Progress
+from runner.storage.offsite.contract import Head, OffsiteError, Store, by_chunk, in_parallel
+from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
 from vramfarm.protocol import CHUNK_BYTES
 
 _NOTES: Final = ".staging"  # folder in the run folder
@@ -234,22 +235,27 @@ class _Fetching:
     def _fetch_large(self, file: _File) -> None:
         pieces = _Pieces(file, self._notes, self._boot_id)
 
-        def fetch(index: int) -> int:
-            if index not in pieces.known:
-                content = file.store.read(file.key, index * CHUNK_BYTES, _piece_bytes(file, index))
-                if len(content) != _piece_bytes(file, index):
-                    raise _changed(file)
-                Disk().write_at(file.part, index * CHUNK_BYTES, content)
-                pieces.note(index, crc32(content))
-            self._meter.add(file.key, _piece_bytes(file, index))
-            return pieces.known[index]
-
+        self._meter.add(file.key, sum(_piece_bytes(file, index) for index in pieces.known))
+        in_parallel(partial(self._fetch_run, file, pieces), _runs(file, pieces), _NUM_THREADS)
         try:
-            self._finish(file, in_parallel(fetch, list(range(file.num_pieces)), _NUM_THREADS))
+            self._finish(file, [pieces.known[index] for index in range(file.num_pieces)])
         except _WrongError as error:
             pieces.forget()
             raise error.what from None
         pieces.forget()
+
+    def _fetch_run(self, file: _File, pieces: _Pieces, run: list[int]) -> None:
+        begin, expected = run[0] * CHUNK_BYTES, iter(run)
+
+        def note(checksum: int) -> None:
+            index = next(expected)
+            pieces.note(index, checksum)
+            self._meter.add(file.key, _piece_bytes(file, index))
+
+        blocks = file.store.stream(file.key, begin, min(len(run) * CHUNK_BYTES, file.size_bytes - begin))
+        Disk().write_blocks(file.part, begin, by_chunk(blocks, note))
+        if next(expected, None) is not None:
+            raise _changed(file)
 
     def _finish(self, file: _File, checksums: list[int]) -> None:
         """Compared, durable, and only then under its name."""
@@ -304,6 +310,17 @@ def _md5(path: Path) -> str:
 
 def _piece_bytes(file: _File, index: int) -> int:
     return min(CHUNK_BYTES, file.size_bytes - index * CHUNK_BYTES)
+
+
+def _runs(file: _File, pieces: _Pieces) -> list[list[int]]:
+    """Missing pieces, one after the other, that one request brings."""
+    runs: list[list[int]] = []
+    for index in (index for index in range(file.num_pieces) if index not in pieces.known):
+        if runs and runs[-1][-1] == index - 1 and len(runs[-1]) < RUN_CHUNKS:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
 
 class _Pieces:

@@ -20,19 +20,20 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, crc32, describe_file
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, agrees, in_parallel
+from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, agrees, by_chunk, in_parallel
 from vramfarm.protocol import (
     CHUNK_BYTES,
     MANIFEST,
@@ -53,6 +54,7 @@ _NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
 _PAUSES_S: Final = (0.2, 0.8, 2.0)
 _READ_ATTEMPTS: Final = 3
 _TELL_EVERY_S: Final = 60.0
+RUN_CHUNKS: Final = 4  # fetched with one request
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
 
@@ -307,11 +309,15 @@ def differs(store: Store, key: str, shard: Shard) -> str:
 def _read_back(store: Store, key: str, shard: Shard) -> str:
     """For a store that keeps no checksums."""
 
-    def is_same(index: int) -> bool:
-        return crc32(store.read(key, index * CHUNK_BYTES, CHUNK_BYTES)) == shard.checksums[index]
+    def is_same(run: _Run) -> bool:
+        found: list[int] = []
+        for _ in by_chunk(_stream_chunks(store, key, shard, run.first, run.num_chunks), found.append):
+            pass
+        return tuple(found) == shard.checksums[run.first : run.first + run.num_chunks]
 
-    wrong = [i for i, same in enumerate(in_parallel(is_same, [*range(len(shard.checksums))], _NUM_THREADS)) if not same]
-    return f"chunk {wrong[0]} has other bytes" if wrong else ""
+    runs = [*_runs(shard, frozenset())]
+    wrong = [run for run, same in zip(runs, in_parallel(is_same, runs, _NUM_THREADS), strict=True) if not same]
+    return f"it has other bytes at {wrong[0].first * CHUNK_BYTES} or later" if wrong else ""
 
 
 def _expected_head(shard: Shard) -> Head:
@@ -356,19 +362,51 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     manifest = read_manifest(store, job, ref.name)
     if manifest.ref != ref:
         raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
-    return bring(manifest, lambda shard, index: read_chunk(store, job, ref, shard, index), directory, progress)
+    return bring(manifest, StoreSource(store, job, ref, manifest), directory, progress)
 
 
-def bring(
-    manifest: Manifest, read: Callable[[Shard, int], bytes], directory: CheckpointDir, progress: Progress
-) -> Checkpoint:
-    """Commit a checkpoint whose chunks `read` gives, each compared; safe to be killed and called again."""
+class Source(Protocol):
+    """A checkpoint, wherever it is."""
+
+    manifest: Manifest
+
+    def read(self, shard: Shard, chunk: int) -> bytes:
+        """One chunk, compared with the manifest; `StoreError` if it is another or cannot be had."""
+        ...
+
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+        """Chunks in blocks, none of which has bytes of two. Not compared."""
+        ...
+
+
+class StoreSource:
+    """A checkpoint in a store; only what is asked for is fetched."""
+
+    def __init__(self, store: Store, job: str, ref: Ref, manifest: Manifest | None = None) -> None:
+        self.manifest = manifest or read_manifest(store, job, ref.name)
+        self._store = store
+        self._key = partial(_key, job, ref)
+
+    def read(self, shard: Shard, chunk: int) -> bytes:
+        return _fetch_chunk(self._store, self._key(shard), shard, chunk)
+
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+        return _stream_chunks(self._store, self._key(shard), shard, first, num_chunks)
+
+
+def _stream_chunks(store: Store, key: str, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+    begin = first * CHUNK_BYTES
+    return store.stream(key, begin, min(num_chunks * CHUNK_BYTES, shard.size_bytes - begin))
+
+
+def bring(manifest: Manifest, source: Source, directory: CheckpointDir, progress: Progress) -> Checkpoint:
+    """Commit a checkpoint with the chunks of `source`, each compared; safe to be killed and called again."""
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         folder = directory.begin_restore(manifest.ref)
         begun = frozenset(shard.path for shard in manifest.shards if _has_bytes(folder / shard.path))
         _make_room(directory.disk, folder, manifest)
-        _bring_all(manifest, read, _Target(directory.disk, folder, begun), progress)
+        _bring_all(manifest, source, _Target(directory.disk, folder, begun), progress)
         return directory.adopt(folder, manifest)
     except OSError as error:
         raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
@@ -406,16 +444,44 @@ class _Target:
     begun: frozenset[str]  # shards that an earlier call left some chunks of
 
 
-def _bring_all(manifest: Manifest, read: Callable[[Shard, int], bytes], target: _Target, progress: Progress) -> None:
+def _bring_all(manifest: Manifest, source: Source, target: _Target, progress: Progress) -> None:
     meter = Meter(manifest.size_bytes, progress)
 
-    def fetch(chunk: tuple[Shard, int]) -> None:
-        shard, index = chunk
-        if shard.path not in target.begun or not _is_here(target.folder / shard.path, shard, index):
-            target.disk.write_at(target.folder / shard.path, index * CHUNK_BYTES, read(shard, index))
-        meter.add(shard.path, _chunk_size(shard, index))
+    def fetch(run: _Run) -> None:
+        path, first = target.folder / run.shard.path, run.first
+        if not run.may_be_here or not _is_here(path, run.shard, first):
+            _fetch_run(source, run, target.disk, path)
+        meter.add(run.shard.path, sum(_chunk_size(run.shard, first + i) for i in range(run.num_chunks)))
 
-    in_parallel(fetch, [(shard, i) for shard in manifest.shards for i in range(len(shard.checksums))], _NUM_THREADS)
+    in_parallel(fetch, [run for shard in manifest.shards for run in _runs(shard, target.begun)], _NUM_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Chunks of a shard, one after the other, that one request brings."""
+
+    shard: Shard
+    first: int
+    num_chunks: int
+    may_be_here: bool
+
+
+def _runs(shard: Shard, begun: frozenset[str]) -> Iterator[_Run]:
+    """Single chunks, where some are here and some are not."""
+    may_be_here = shard.path in begun
+    step, end = (1 if may_be_here else RUN_CHUNKS), len(shard.checksums)
+    return (_Run(shard, first, min(step, end - first), may_be_here) for first in range(0, end, step))
+
+
+def _fetch_run(source: Source, run: _Run, disk: Disk, path: Path) -> None:
+    """What was damaged on its way is fetched again."""
+    found: list[int] = []
+    blocks = source.stream(run.shard, run.first, run.num_chunks)
+    disk.write_blocks(path, run.first * CHUNK_BYTES, by_chunk(blocks, found.append))
+    expected = run.shard.checksums[run.first : run.first + run.num_chunks]
+    for index, (is_one, ought) in enumerate(zip_longest(found, expected), run.first):
+        if is_one != ought:
+            disk.write_at(path, index * CHUNK_BYTES, source.read(run.shard, index))
 
 
 def _is_here(path: Path, shard: Shard, index: int) -> bool:
@@ -430,11 +496,6 @@ def _fetch_chunk(store: Store, key: str, shard: Shard, index: int) -> bytes:
         if _is_chunk(content, shard, index):
             return content
     raise _damaged(store, key, f"chunk {index}: expected crc32 {shard.checksums[index]:08x}, got {crc32(content):08x}")
-
-
-def read_chunk(store: Store, job: str, ref: Ref, shard: Shard, index: int) -> bytes:
-    """One chunk of a checkpoint, compared on its way; `damaged` if the store has another one."""
-    return _fetch_chunk(store, _key(job, ref, shard), shard, index)
 
 
 def _is_chunk(content: bytes, shard: Shard, index: int) -> bool:

@@ -94,7 +94,10 @@ def connect(
         retries={"mode": "standard", "total_max_attempts": MAX_ATTEMPTS},
         max_pool_connections=num_connections,
         tcp_keepalive=True,
-        s3={"addressing_style": _addressing(offload, endpoint)},
+        s3={
+            "addressing_style": _addressing(offload, endpoint),
+            "payload_signing_enabled": False,  # each body has a digest among the headers, which are signed
+        },
         request_checksum_calculation="when_required",  # we send our own
         response_checksum_validation="when_required",
     )
