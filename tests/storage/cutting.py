@@ -33,6 +33,7 @@ class CuttingProxy:
         with contextlib.suppress(OSError):  # closed
             while True:
                 near, _ = self._listener.accept()
+                near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BLOCK_BYTES)  # little is lost with a reset
                 far = socket.create_connection(self._target, timeout=30)
                 for pair in ((near, far), (far, near)):
                     threading.Thread(target=self._pass, args=pair, daemon=True).start()

@@ -168,6 +168,19 @@ def test_a_file_arrives_whole(store, tmp_path, content):
     assert content[:3] == store.read("job/shard", 0, len(content[:3]))
 
 
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 0), (0, 3), (5, 2 << 20), (1 << 20, (1 << 20) + 9)])
+def test_a_long_read_comes_in_blocks_of_a_mebibyte(store, offset, num_bytes):
+    """
+    Memory does not grow with what is read; only the last block is shorter.
+    """
+    content = bytes(range(251)) * (3 * (1 << 20) // 251)
+    store.put("job/long", content)
+    blocks = list(store.stream("job/long", offset, num_bytes))
+
+    assert content[offset : offset + num_bytes] == b"".join(blocks)
+    assert all(len(block) == 1 << 20 for block in blocks[:-1])
+
+
 def test_a_file_that_is_not_what_its_checksums_say_is_refused(store, tmp_path):
     """
     A damaged shard never gets a good one's name, however far the upload has come.
@@ -447,6 +460,25 @@ def test_connections_that_break_are_made_again(s3_offload, s3server, tmp_path, n
 
         assert LARGE == store.read("job/shard", 0, len(LARGE))
         assert (0, 0) == (after_put, proxy.num_cuts)
+
+
+def test_a_read_that_breaks_goes_on_after_what_came(s3_offload, s3server, tmp_path):
+    """
+    A line that breaks every few megabytes still brings a large range, and each byte about once.
+    """
+    with CuttingProxy(int(s3server.endpoint.rpartition(":")[2]), cut_after_bytes=5 << 20) as proxy:
+        offload = s3_offload.model_copy(update={"endpoint": f"http://127.0.0.1:{proxy.port}"})
+        store, asked = S3Store(offload, s3server.env), []
+        store.put_file("job/shard", tmp_path / "shard", write(tmp_path / "shard", LARGE), ignore)
+        store._client.meta.events.register(
+            "before-parameter-build.s3.GetObject", lambda params, **_: asked.append(params["Range"])
+        )
+        proxy.num_cuts = 6  # more than a request is tried
+        content = b"".join(store.stream("job/shard", 0, len(LARGE)))
+
+        assert LARGE == content
+        assert sorted(set(asked), key=lambda range_: int(range_[6:].partition("-")[0])) == asked
+        assert 4 < len(asked)
 
 
 def test_the_server_compares_the_checksums_itself(s3server):

@@ -220,7 +220,7 @@ class UnreliableStore(FileStore):
 
     def stream(self, key, offset, num_bytes):
         self.num_reads += 1
-        return (self.on_read(block) for block in super(UnreliableStore, self).stream(key, offset, num_bytes))
+        return (self.on_read(block) for block in super().stream(key, offset, num_bytes))
 
 
 @pytest.fixture
