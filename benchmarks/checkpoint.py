@@ -430,6 +430,12 @@ def table(about, results):
             f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
             f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' or name.endswith('fsync') else 'no'} | {memory} |"
         )
+    if ours := [row["durable_s"] for row in results["rows"].get("vramfarm", []) if "failed" not in row]:
+        rate = {kind: limit[f"{kind}_s"] / statistics.median(ours) for kind in ("write", "beside")}
+        lines += [
+            "",
+            f"vramfarm writes at {rate['write']:.2f} of the direct write, {rate['beside']:.2f} of the same beside the training",
+        ]
     lines += ["", f"one thread sums {results['sums'] / 1e9:.2f} GB/s", *results.get("commits", [])]
     lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for name, found in results["restart"].items():
