@@ -455,6 +455,7 @@ class Observed:
     divergence: Divergence | None = None  # of the live attempt, where job.yaml has a guard for it
     straggler: str = ""  # which rank holds the others up, and why
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
+    terminated: bool = False  # its ranks got SIGTERM with that: some trainers save on it
     trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()
     free_bytes: int | None = None  # on the disk of the checkpoints

@@ -58,6 +58,7 @@ class AttemptSight:
         self._progress = Progress()
         self._save_s = 0.0
         self._leave_sent_at: datetime | None = None
+        self._terminated = False
         self._first_step_at: datetime | None = None
         self._gone_at: datetime | None = None
         self._exit_seen_at: datetime | None = None
@@ -92,6 +93,7 @@ class AttemptSight:
             straggler=self._hangs.straggler,
             divergence=divergence(self._loss) if live and self._guard.nan_patience else None,
             leave_sent_at=self._leave_sent_at,
+            terminated=self._terminated,
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
             first_step_at=self._first_step_at,
@@ -131,8 +133,8 @@ class AttemptSight:
         began_at = self.attempt.resume.step if self.attempt.resume else 0
         if self._progress.step > began_at:
             self._first_step_at = self._first_step_at or now
-        if pages.leave_requested(page):
-            self._leave_sent_at = self._leave_sent_at or now
+        if pages.leave_requested(page) and self._leave_sent_at is None:  # by an earlier life
+            self._leave_sent_at, self._terminated = now, True
 
     def shim(self) -> Process | None:
         """Who ends when the attempt has ended, while it lives."""
@@ -142,9 +144,11 @@ class AttemptSight:
         return ledger.Running(step=self._progress.step, first_step_at=self._first_step_at)
 
     def interrupt(self) -> None:
-        """Ask through the page; where there is none there is nobody who could save."""
+        """Ask through the page; ranks that do not look there get SIGTERM, on which some trainers save."""
         if self._reader is not None:
             pages.request_leave(self._reader.page)
+        if self.attempt is not None and not self._progress.attached:
+            self._terminated = attempts.terminate(self.attempt.id, self._hangs.ranks)
         self._leave_sent_at = self._clock.now()
 
     def identity(self) -> dict[str, int]:

@@ -54,5 +54,6 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     step = max(seen.progress.step, seen.end.step if seen.end else 0, attempt.step)
     if attempt.killed and ending is not Ending.SUCCEEDED and (exit_.code is None or exit_.code < 0):
         return RecordExit(ending, exit_, step, f"the runner killed it: {attempt.killed}", None)
-    diagnosis = None if ending is Ending.SUCCEEDED else seen.diagnosis
+    is_as_asked = asked and not seen.end  # by SIGTERM, and that is no error
+    diagnosis = None if ending is Ending.SUCCEEDED or is_as_asked else seen.diagnosis
     return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)

@@ -90,8 +90,8 @@ def _why_leave(history: History, seen: Observed) -> str:
 def _make_it_leave(job: Job, seen: Observed, reason: str) -> Action | None:
     if seen.leave_sent_at is None:
         return Interrupt(reason)
-    if not seen.progress.attached and seen.now >= seen.leave_sent_at + STRAGGLER:
-        return Kill(f"{reason}: it has nothing to save that it would tell us of")
+    if not (seen.progress.attached or seen.terminated) and seen.now >= seen.leave_sent_at + STRAGGLER:
+        return Kill(f"{reason}: nobody in it could be asked to save")
     if seen.now >= seen.leave_sent_at + job.restart.grace_period:
         return Kill(f"{reason}: it did not save and leave in {job.restart.grace_period.total_seconds():.0f} s")
     return None

@@ -25,7 +25,7 @@ from runner.facts import (
     StoreTrial,
     Verdict,
 )
-from runner.job import Job, LauncherName
+from runner.job import FrameworkName, Job, LauncherName
 from runner.policy.links import judge_fabric
 from runner.policy.planning import SHARDED, Strategy, checkpoint_bytes, workload
 from runner.policy.readings import judge_shared_memory
@@ -459,8 +459,22 @@ def judge_software(  # noqa: PLR0913  # what was found, one each
         and "huggingface" not in keys
     ):
         found.append(_ok("software", "no HF_TOKEN: gated models of Hugging Face will be refused"))
+    if _is_of_hugging_face(job) and "enable_jit_checkpoint" not in job.command:
+        found.append(
+            _ok(
+                "software",
+                "the Trainer saves every save_steps only; with enable_jit_checkpoint (transformers 5 and newer) it saves "
+                "when it is asked to leave, too",
+            )
+        )
     found += [_warn("software", f"port {port} is taken, and {job.launcher} will want it") for port in taken]
     return tuple(found) or (_ok("software", "what the script imports is there"),)
+
+
+def _is_of_hugging_face(job: Job) -> bool:
+    return job.framework is FrameworkName.HF_TRAINER or (
+        job.framework is FrameworkName.AUTO and job.launcher in {LauncherName.AXOLOTL, LauncherName.LLAMAFACTORY}
+    )
 
 
 LAUNCHER_MODULES: Final[Mapping[LauncherName, str]] = {

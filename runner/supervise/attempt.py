@@ -215,6 +215,16 @@ def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> t
     return tuple(p.pid for p in left)
 
 
+def terminate(attempt_id: str, ranks: Sequence[int]) -> bool:
+    """
+    SIGTERM to the ranks, and to nobody else: a launcher would kill them soon after, and a rank whose
+    workers are gone fails before it has saved. False: none of them is there.
+    """
+    found = [p for p in process.find(Env.ATTEMPT_ID, attempt_id) if p.pid in ranks]
+    process.kill(found, signal.SIGTERM)
+    return bool(found)
+
+
 def abort(attempt_id: str, ranks: Sequence[int], *, folder: Path, evidence: Path, timeout_s: float = 5.0) -> None:
     """
     SIGABRT, which makes Python print every thread's stack into its log: the ranks first, then

@@ -13,19 +13,19 @@ import pytest
 from runner.storage import journal
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
+from tests.farmhouse import wait_until
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[frameworks]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[frameworks]'")
 
 SCRIPT = Path(__file__).with_name("train_hf.py")
 
 
-def _run(folder: Path, *, die_at: int) -> Path:
-    """Run the job to its end; returns its run folder."""
+def _start(folder: Path, arguments: str, *, num_ranks: int) -> subprocess.Popen[str]:
     job = {
         "name": "hf",
-        "command": f"{SCRIPT} --output_dir {{checkpoint_dir}} --die_at {die_at} {{resume_args}}",
+        "command": f"{SCRIPT} --output_dir {{checkpoint_dir}} {arguments} {{resume_args}}",
         "framework": "hf_trainer",
-        "cpu_processes": 2,
+        "cpu_processes": num_ranks,
         "python": sys.executable,
         "restart": {"initial_delay": "1s"},
         "offload": {"to": f"file://{folder}/store"},
@@ -35,16 +35,17 @@ def _run(folder: Path, *, die_at: int) -> Path:
     (folder / "job.yaml").write_text(json.dumps(job))
     command = (sys.executable, "-I", "-m", "runner", "run", "--config", str(folder / "job.yaml"))
     env = {**os.environ, "VRAMFARM_WORKSPACE": str(folder), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert 0 == done.returncode, done.stderr[-6000:]
-    return folder / "hf"
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_trainer_that_is_killed_goes_on_where_its_last_save_was(tmp_path: Path):
     """
     Its saves are committed, rotated and copied off the machine; steps that are made again have the same losses, bit for bit.
     """
-    run_dir = _run(tmp_path / "workspace", die_at=10)
+    run_dir = tmp_path / "workspace" / "hf"
+    with _start(run_dir.parent, "--die_at 10", num_ranks=2) as process:
+        log = process.communicate(timeout=240)[1]
+    assert 0 == process.returncode, log[-6000:]
 
     history = journal.read(run_dir / "journal.jsonl")
     directory = CheckpointDir(run_dir / "checkpoints", Disk())
@@ -62,3 +63,25 @@ def test_a_trainer_that_is_killed_goes_on_where_its_last_save_was(tmp_path: Path
     assert kept[-1].ref.name in stored
     assert list(range(1, 17)) == sorted(losses)
     assert all(1 == len(values) for values in losses.values()), losses
+
+
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="transformers is older than 5: its Trainer has no such option",
+)
+def test_a_trainer_that_saves_on_sigterm_is_asked_to_and_waited_for(tmp_path: Path):
+    """
+    The run is told to leave between two saves, hours before the next: nothing is lost, and the next start goes on there.
+    """
+    run_dir = tmp_path / "workspace" / "hf"
+    losses = run_dir / "saves" / "losses.jsonl"
+    with _start(run_dir.parent, "--max_steps 100000 --enable_jit_checkpoint", num_ranks=1) as process:
+        wait_until(lambda: losses.exists() and len(losses.read_text().splitlines()) > 5, 200)
+        asked_at = json.loads(losses.read_text().splitlines()[-1])["step"]
+        process.terminate()
+        log = process.communicate(timeout=150)[1]
+
+    (attempt,) = journal.read(run_dir / "journal.jsonl").attempts
+    (saved,) = CheckpointDir(run_dir / "checkpoints", Disk()).committed()
+    assert (75, "interrupted", "") == (process.returncode, attempt.ending, attempt.reason), log[-6000:]
+    assert asked_at < saved.ref.step < 100_000

@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--die_at", type=int, default=0)
     parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--max_steps", type=int, default=16)
+    parser.add_argument("--enable_jit_checkpoint", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
@@ -40,8 +42,8 @@ def main() -> None:
     data = [{"input_ids": row, "labels": row} for row in rows]
     settings = TrainingArguments(
         output_dir=args.output_dir,
-        max_steps=16,
-        save_steps=4,
+        max_steps=args.max_steps,
+        save_steps=4 if args.max_steps < 100 else args.max_steps,
         save_total_limit=2,
         per_device_train_batch_size=2,
         learning_rate=1e-2,
@@ -50,6 +52,7 @@ def main() -> None:
         use_cpu=True,
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **({"enable_jit_checkpoint": True} if args.enable_jit_checkpoint else {}),
     )
     trainer = Trainer(
         model=model, args=settings, train_dataset=data, callbacks=[Die(args.die_at, Path(args.output_dir, "died"))]

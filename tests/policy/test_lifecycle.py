@@ -15,6 +15,7 @@ from runner.facts import (
     Decision,
     Diagnosis,
     Ending,
+    Exit,
     Failed,
     Finished,
     Hang,
@@ -1009,6 +1010,38 @@ def test_a_hang_does_not_keep_a_boot_from_leaving():
     Who is asked to leave gets its grace period, hung or not.
     """
     assert Interrupt("asked to leave (SIGTERM or Ctrl-C)") == decide(HERE_ONLY, *hung(leaving=True))
+
+
+@pytest.mark.parametrize(
+    ("terminated", "seconds", "expected"),
+    [
+        pytest.param(False, 1, Wait, id="nobody asked, a moment ago"),
+        pytest.param(False, 3, Kill, id="nobody asked"),
+        pytest.param(True, 3, Wait, id="its ranks got SIGTERM"),
+        pytest.param(True, 119, Wait, id="and save for long"),
+        pytest.param(True, 121, Kill, id="for longer than the grace period"),
+    ],
+)
+def test_a_trainer_that_may_save_on_sigterm_has_the_grace_period(terminated, seconds, expected):
+    """
+    One that nobody could ask has nothing to wait for: it costs money.
+    """
+    sent = {"leaving": True, "leave_sent_at": at(9) - timedelta(seconds=seconds), "terminated": terminated}
+
+    assert isinstance(decide(HERE_ONLY, *hung(hang=None, **sent)), expected)
+
+
+def test_an_end_by_sigterm_that_was_asked_for_is_no_first_error():
+    """
+    The ranks of a script that does not know SIGTERM die of it, and the launcher calls that a failure.
+    """
+    history, seen = hung(hang=None, exit=Exit(code=1), diagnosis=GPU_ECC)
+
+    asked = decide(HERE_ONLY, replace(history, interrupted=1), replace(seen, live=None))
+    failed = decide(HERE_ONLY, history, replace(seen, live=None))
+
+    assert (Ending.INTERRUPTED, None, "") == (asked.ending, asked.diagnosis, asked.reason)
+    assert (Ending.FAILED, GPU_ECC) == (failed.ending, failed.diagnosis)
 
 
 # ------------------------------------------------------------------------ a loss that goes wrong
