@@ -23,9 +23,10 @@ from runner.errors import JobError
 from runner.facts import Exit, Live
 from runner.job import Batch
 from runner.supervise import process
-from runner.supervise.autopsy import DUMP, keep_stacks
+from runner.supervise.autopsy import keep_stacks
 from runner.supervise.page import pipes_beside
 from runner.supervise.process import Process
+from runner.supervise.recorder import DUMP
 from vramfarm import protocol
 from vramfarm.protocol import EndRecord, Env, ProtocolError, parse_end
 

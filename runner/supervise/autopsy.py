@@ -7,33 +7,28 @@ the processes wrote themselves (dumps of NCCL's flight recorder are pickles) is 
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from runner.supervise import process
 from runner.supervise.logs import find_streams, read_tail
+from runner.supervise.recorder import Recorded, compare, read_dumps, tell_last
 from vramfarm.protocol import Env
 
 HANG_FILE: Final = "hang.json"  # who kills the attempt copies it to the logs, where triage reads it
-DUMP: Final = "flight_recorder_rank_"  # in the same folder: where torch is told to write
 ABORTED: Final = b"Fatal Python error: Aborted"
 _TOOL_S: Final = 10.0
 _DUMP_WAIT_S: Final = 5.0
 _MAX_PROCESSES: Final = 128
 _MAX_BYTES: Final = 16 << 20
-_MAX_DUMP: Final = 64 << 20
-_ENTRIES: Final = 5
-_MAX_NAME: Final = 80
 _OF_PROC: Final = ("status", "wchan", "stack", "syscall", "limits")
 _OF_THREAD: Final = ("comm", "wchan", "stack")
 
@@ -176,11 +171,11 @@ def _flight_recorder(scene: Scene) -> tuple[Recorded, str]:
     """Ask every rank for its dump; return what the dumps say of who waits for whom, and their last collectives."""
     asked = [path for path in _pipes(scene.pipes) if _ask(path)]
     deadline = time.monotonic() + (_DUMP_WAIT_S if asked else 0)
-    told = _read_dumps(scene.logs)
+    told = read_dumps(scene.logs)
     while len(told) < len(asked) and time.monotonic() < deadline:
         time.sleep(0.1)
-        told |= {rank: entries for rank, entries in _read_dumps(scene.logs).items() if rank not in told}
-    lines = [f"rank {rank}: {_last(entries)}" for rank, entries in sorted(told.items())]
+        told |= {rank: entries for rank, entries in read_dumps(scene.logs).items() if rank not in told}
+    lines = [f"rank {rank}: {tell_last(entries)}" for rank, entries in sorted(told.items())]
     return compare(told), "\n".join(lines)
 
 
@@ -197,89 +192,3 @@ def _ask(pipe: Path) -> bool:
         finally:
             os.close(fd)
     return False
-
-
-def _read_dumps(logs: Path) -> dict[int, list[Mapping[str, Any]]]:
-    """By rank. One that is still being written says nothing yet."""
-    found = {path.name.removeprefix(DUMP): path for path in logs.glob(f"{DUMP}*")}
-    told = {int(rank): parse_dump(path) for rank, path in found.items() if rank.isdecimal()}
-    return {rank: entries for rank, entries in told.items() if entries}
-
-
-class _Plain(pickle.Unpickler):
-    """Numbers, texts and containers of them: nothing is imported, so nothing can run."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"a dump names {module}.{name}")
-
-
-def parse_dump(path: Path) -> list[Mapping[str, Any]]:
-    """The collectives in a dump, oldest first; none if it is not what torch writes."""
-    try:
-        if path.is_symlink() or path.stat().st_size > _MAX_DUMP:
-            return []
-        dump = _Plain(io.BytesIO(path.read_bytes())).load()
-        entries = dump.get("entries", []) if isinstance(dump, dict) else []
-        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    except Exception:  # noqa: BLE001  # a pickle from elsewhere may fail in any way; it is evidence, and not needed
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What dumps say: the one rank that came to fewer collectives, or what each is in where that differs."""
-
-    behind: int | None = None
-    differ: Mapping[int, str] = field(default_factory=dict)
-
-
-def compare(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> Recorded:
-    """Ranks of one group count its collectives alike: under one number all must be in the same."""
-    groups: dict[str, dict[int, dict[int, Mapping[str, Any]]]] = {}
-    for rank, entries in told.items():
-        for entry in entries:
-            if not entry.get("is_p2p"):
-                groups.setdefault(_group(entry), {}).setdefault(rank, {})[_sequence(entry)] = entry
-    shared = [by_rank for by_rank in groups.values() if len(by_rank) > 1]
-    for by_rank in shared:
-        if differ := _differ(by_rank):
-            return Recorded(differ=differ)
-    late = (_behind(by_rank) for by_rank in shared)
-    return Recorded(behind=next((rank for rank in late if rank is not None), None))
-
-
-def _differ(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> dict[int, str]:
-    known = set.intersection(*(set(entries) for entries in by_rank.values()))
-    for sequence in sorted(known):
-        told = {rank: _operation(entries[sequence]) for rank, entries in sorted(by_rank.items())}
-        if len(set(told.values())) > 1:
-            return told
-    return {}
-
-
-def _behind(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> int | None:
-    reached = {rank: max(entries) for rank, entries in by_rank.items()}
-    behind = [rank for rank, sequence in reached.items() if sequence == min(reached.values())]
-    return behind[0] if len(behind) == 1 else None
-
-
-def _group(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("process_group", ""))
-
-
-def _sequence(entry: Mapping[str, Any]) -> int:
-    value = entry.get("collective_seq_id", entry.get("seq_id", 0))
-    return value if isinstance(value, int) else 0
-
-
-def _operation(entry: Mapping[str, Any]) -> str:
-    """What must be the same on all ranks: the collective, and of one that adds up also the sizes."""
-    name = str(entry.get("profiling_name", "")).partition(":")[2][:_MAX_NAME]
-    return f"{name} of {str(entry.get('input_sizes'))[:_MAX_NAME]}" if name == "all_reduce" else name
-
-
-def _last(entries: Sequence[Mapping[str, Any]]) -> str:
-    names = ("collective_seq_id", "profiling_name", "state", "input_sizes")
-    return " | ".join(
-        " ".join(f"{name}={str(entry.get(name))[:120]}" for name in names) for entry in entries[-_ENTRIES:]
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.facts import CardPulse, Exit, Live, Stage
-from runner.supervise import autopsy
+from runner.supervise import autopsy, recorder
 from runner.supervise.cards import Cards, parse
 from runner.supervise.pulse import PulseReader
 from runner.supervise.triage import first_error
@@ -143,11 +143,19 @@ class Trap:
         return os.mkdir, ("trapped",)
 
 
+def nested(depth=100_000):
+    """Sizes that Python cannot print: lists in lists."""
+    head = pickle.dumps({"entries": [{"input_sizes": 7}]}, protocol=2)
+    at = head.index(b"K\x07")
+    return head[:at] + b"]" * (depth + 1) + b"a" * depth + head[at + 2 :]
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         pytest.param(pickle.dumps({"entries": [Trap()]}), id="it would run something"),
         pytest.param(b"\x80\x04garbage", id="no pickle"),
+        pytest.param(nested(), id="nested without end"),
         pytest.param(pickle.dumps([1]), id="another shape"),
         pytest.param(b"", id="empty"),
     ],
@@ -159,7 +167,7 @@ def test_nothing_in_a_dump_runs(tmp_path, monkeypatch, raw):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dump").write_bytes(raw)
 
-    assert [] == autopsy.parse_dump(tmp_path / "dump")
+    assert [] == recorder.parse_dump(tmp_path / "dump")
     assert not (tmp_path / "trapped").exists()
 
 
@@ -176,7 +184,7 @@ def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marke
         entries = [
             {"collective_seq_id": n, "profiling_name": "nccl:all_reduce", "state": "scheduled"} for n in (10, last)
         ]
-        (logs / f"{autopsy.DUMP}{rank}").write_bytes(pickle.dumps({"entries": entries}))
+        (logs / f"{recorder.DUMP}{rank}").write_bytes(pickle.dumps({"entries": entries}))
     scene = autopsy.Scene(
         attempt_id=marker,
         logs=logs,
@@ -194,7 +202,7 @@ def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marke
     os.close(reading)
 
 
-def recorded(*operations, group="default_pg", first=7, sizes=((4,),), **more):
+def collectives(*operations, group="default_pg", first=7, sizes=((4,),), **more):
     """Collectives as a dump has them, numbered from `first`."""
     return [
         {
@@ -214,55 +222,58 @@ def recorded(*operations, group="default_pg", first=7, sizes=((4,),), **more):
     ("told", "expected"),
     [
         pytest.param(
-            {0: recorded("all_reduce", "all_reduce"), 1: recorded("all_reduce", "_all_gather_base", "all_reduce")},
-            autopsy.Recorded(differ={0: "all_reduce of [[4]]", 1: "_all_gather_base"}),
+            {
+                0: collectives("all_reduce", "all_reduce"),
+                1: collectives("all_reduce", "_all_gather_base", "all_reduce"),
+            },
+            recorder.Recorded(differ={0: "all_reduce of [[4]]", 1: "_all_gather_base"}),
             id="different collectives, and who went on is not the one",
         ),
         pytest.param(
-            {0: recorded("all_reduce"), 1: recorded("all_reduce", sizes=((8,),))},
-            autopsy.Recorded(differ={0: "all_reduce of [[4]]", 1: "all_reduce of [[8]]"}),
+            {0: collectives("all_reduce"), 1: collectives("all_reduce", sizes=((8,),))},
+            recorder.Recorded(differ={0: "all_reduce of [[4]]", 1: "all_reduce of [[8]]"}),
             id="different sizes",
         ),
         pytest.param(
-            {0: recorded("broadcast", sizes=((1,),)), 1: recorded("broadcast", sizes=((2,),))},
-            autopsy.Recorded(),
+            {0: collectives("broadcast", sizes=((1,),)), 1: collectives("broadcast", sizes=((2,),))},
+            recorder.Recorded(),
             id="sizes of what moves data may differ",
         ),
         pytest.param(
             {
-                0: [*recorded("all_reduce", group="tensor", first=90), *recorded("all_reduce", "all_reduce")],
-                1: [*recorded("all_reduce", group="data", first=3), *recorded("all_reduce")],
+                0: [*collectives("all_reduce", group="tensor", first=90), *collectives("all_reduce", "all_reduce")],
+                1: [*collectives("all_reduce", group="data", first=3), *collectives("all_reduce")],
             },
-            autopsy.Recorded(behind=1),
+            recorder.Recorded(behind=1),
             id="groups count for themselves",
         ),
         pytest.param(
-            {0: recorded("all_reduce"), 1: recorded("all_reduce"), 2: recorded("send", first=40, is_p2p=True)},
-            autopsy.Recorded(),
+            {0: collectives("all_reduce"), 1: collectives("all_reduce"), 2: collectives("send", first=40, is_p2p=True)},
+            recorder.Recorded(),
             id="what two send each other is no collective",
         ),
-        pytest.param({0: recorded("all_reduce")}, autopsy.Recorded(), id="one dump alone says nothing"),
+        pytest.param({0: collectives("all_reduce")}, recorder.Recorded(), id="one dump alone says nothing"),
     ],
 )
 def test_dumps_of_ranks_are_compared(told, expected):
     """
     Under one number all ranks of a group must be in the same collective; else the one that came to fewer is named.
     """
-    assert expected == autopsy.compare(told)
+    assert expected == recorder.compare(told)
 
 
 def test_a_dump_that_is_still_being_written_is_waited_for(tmp_path, marker):
     """
     A half of it is no dump; the rest comes within seconds.
     """
-    logs, whole = tmp_path, pickle.dumps({"entries": recorded("all_reduce", "all_reduce")})
+    logs, whole = tmp_path, pickle.dumps({"entries": collectives("all_reduce", "all_reduce")})
     fifos = [tmp_path / f"page.fr-{rank}.pipe" for rank in (0, 1)]
     for fifo in fifos:
         os.mkfifo(fifo)
     reading = [os.open(fifo, os.O_RDONLY | os.O_NONBLOCK) for fifo in fifos]
-    (logs / f"{autopsy.DUMP}0").write_bytes(pickle.dumps({"entries": recorded("all_reduce")}))
-    (logs / f"{autopsy.DUMP}1").write_bytes(whole[:40])
-    later = threading.Timer(0.5, (logs / f"{autopsy.DUMP}1").write_bytes, (whole,))
+    (logs / f"{recorder.DUMP}0").write_bytes(pickle.dumps({"entries": collectives("all_reduce")}))
+    (logs / f"{recorder.DUMP}1").write_bytes(whole[:40])
+    later = threading.Timer(0.5, (logs / f"{recorder.DUMP}1").write_bytes, (whole,))
     later.start()
     scene = autopsy.Scene(
         attempt_id=marker, logs=logs, folder=tmp_path / "e", pipes=str(tmp_path / "page.fr-"), python="", hang={}
@@ -362,6 +373,38 @@ def test_what_the_flight_recorder_says_is_told(tmp_path):
 
     assert ("collective_mismatch", None, "high") == (found.label, found.rank, found.confidence)
     assert "rank 0 is in all_reduce of [[4]]; rank 1 is in _all_gather_base" in found.summary
+
+
+TIMED_OUT = "[rank0]:[E1 ProcessGroupNCCL.cpp:1] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=10000) ran for 10006 milliseconds before timing out.\n"
+
+
+@pytest.mark.parametrize(
+    ("dumps", "expected"),
+    [
+        pytest.param(
+            {0: collectives("all_reduce"), 1: collectives("_all_gather_base")},
+            ("collective_mismatch", None),
+            id="differ",
+        ),
+        pytest.param(
+            {0: collectives("all_reduce", "all_reduce"), 1: collectives("all_reduce")},
+            ("nccl_timeout_missing_rank", 1),
+            id="behind",
+        ),
+        pytest.param({}, ("nccl_timeout", None), id="no dump"),
+    ],
+)
+def test_dumps_of_a_time_out_tell_who_it_was(tmp_path, dumps, expected):
+    """
+    NCCL's own time-out came first: every rank wrote its dump beside the logs.
+    """
+    (tmp_path / "rank0.log").write_text(TIMED_OUT)
+    for rank, entries in dumps.items():
+        (tmp_path / f"{recorder.DUMP}{rank}").write_bytes(pickle.dumps({"entries": entries}))
+
+    found = first_error(tmp_path)
+
+    assert expected == (found.label, found.rank)
 
 
 def test_an_error_before_the_hang_is_the_cause(tmp_path):

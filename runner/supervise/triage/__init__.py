@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.facts import Diagnosis, Exit
+from runner.supervise.recorder import compare, read_dumps
 from runner.supervise.triage.choose import choose, diagnose
 from runner.supervise.triage.evidence import gather
 from runner.supervise.triage.full import DISK_FULL, is_full, tell_full
@@ -38,6 +39,7 @@ def first_error(path: Path, ended: Exit | None = None, *, free_bytes: int | None
     kept = list(lines) if hang else None  # a hang leaves little, and it is read twice
     seen = gather(kept or lines)
     seen.kills = read_kills(root)
+    seen.recorded = compare(read_dumps(root))
     seen.launcher_code = ended.code if ended else None
     chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
     if chosen.label == "unknown" and free_bytes is not None and is_full(free_bytes):

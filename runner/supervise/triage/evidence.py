@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from runner.supervise.recorder import Recorded
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.signs import SIGNS
 from runner.supervise.triage.table import ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
@@ -119,6 +120,7 @@ class Evidence:
     signs: dict[str, LogLine] = field(default_factory=dict)
     memory_gb: list[float] = field(default_factory=list)  # of the host, on lines with a step
     kills: Kills | None = None  # for want of memory
+    recorded: Recorded = field(default_factory=Recorded)  # by NCCL's flight recorder
     launcher_code: int | None = None
 
     @property

@@ -130,9 +130,9 @@ def _in_collective(waits: Sequence[Waited], seen: Evidence) -> Chosen:
         return replace(timeout, label="nan_one_rank_skips_collective", line=line, rank=line.rank)
     if odd := _odd_one(waits):
         return replace(timeout, label="uneven_data", line=odd.line, rank=odd.line.rank)
-    if _are_apart(waits, seen) or _went_on(waits):
+    if seen.recorded.differ or _are_apart(waits, seen) or _went_on(waits):
         return replace(timeout, label="collective_mismatch")
-    missing = _missing(waits, seen)
+    missing = next((r for r in (_missing(waits, seen), seen.recorded.behind) if r is not None), None)
     if missing is not None:
         label = "timeout_preprocessing" if _prepares(seen) else "nccl_timeout_missing_rank"
         return replace(timeout, label=label, rank=missing)
