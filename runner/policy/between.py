@@ -82,7 +82,7 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if job.offload.to is None:
         return None
     if seen.offsite is None:
-        return _wait_for_lease(job, seen) or _wait_for_store(job, seen)
+        return _look_meanwhile(seen) or _wait_for_lease(job, seen) or _wait_for_store(job, seen)
     if seen.other_job and not history.attempts and _has_trained(seen):
         hint = "give the job another name, or pass --accept-change to go on with the change"
         return refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
@@ -93,6 +93,11 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
         return Conclude(elsewhere.outcome, f"{elsewhere.reason} (on an earlier machine)")
     return None
+
+
+def _look_meanwhile(seen: Observed) -> Action | None:
+    """Another's lease is watched for a minute that is paid for: what preflight puts into the store has names of its own."""
+    return _look_ahead(seen) if seen.lease.state is LeaseState.WATCHING else None
 
 
 def _wait_for_lease(job: Job, seen: Observed) -> Action | None:
@@ -154,7 +159,7 @@ def _announce(job: Job, history: History, seen: Observed) -> Action | None:
 
 
 def _look_ahead(seen: Observed) -> Action | None:
-    """Preflight, once a life, when the lease is ours: it writes to the store. What needs the code, when it is there."""
+    """Preflight, once a life. What needs the code, when it is there."""
     state = seen.tasks.get(TaskKind.PREFLIGHT)
     done = state.subject if isinstance(state, Finished | Failed) else ""
     if isinstance(state, Running) or CODE in done:

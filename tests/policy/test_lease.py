@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.facts import Checkpoint, Failed, Finished, History, Lease, LeaseState, Live, Observed, Running, TaskKind
+from runner.facts import (
+    Checkpoint,
+    Failed,
+    Finished,
+    History,
+    Lease,
+    LeaseState,
+    Live,
+    Observed,
+    Preflight,
+    Running,
+    TaskKind,
+    Verdict,
+)
 from runner.job import Job
 from runner.policy.actions import Begin, Cease, End, Interrupt, Kill, Wait
 from runner.policy.lease import (
@@ -238,8 +251,25 @@ def test_before_anything_is_written_the_lease_is_taken():
     Not even a look into the store, which writes a word there, comes before it.
     """
     assert Begin(TaskKind.LEASE, "of the run") == decide(JOB, HISTORY, seen(LeaseState.UNKNOWN))
-    assert isinstance(decide(JOB, HISTORY, seen(LeaseState.WATCHING, tasks=KEEPING)), Wait)
+    ahead = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=NOW)}
+    assert isinstance(decide(JOB, HISTORY, seen(LeaseState.WATCHING, tasks=KEEPING | ahead)), Wait)
     assert Begin(TaskKind.SURVEY, "store") == decide(JOB, HISTORY, seen(LeaseState.HELD, tasks=KEEPING))
+
+
+@pytest.mark.parametrize("found", [LeaseState.HELD, LeaseState.TAKEN])
+def test_the_machine_is_looked_at_while_anothers_lease_is_watched(found):
+    """
+    That minute is paid for. What preflight finds counts once the lease is ours, and not at all if it is another's.
+    """
+    looking = KEEPING | {TaskKind.PREFLIGHT: Running(subject="machine and code", started_at=NOW)}
+    bad = Preflight(verdict=Verdict.SWAP, reasons=("the fabric is down",))
+
+    watching = decide(JOB, HISTORY, seen(LeaseState.WATCHING, tasks=KEEPING))
+    meanwhile = decide(JOB, HISTORY, seen(LeaseState.WATCHING, tasks=looking, preflight=bad))
+    then = decide(JOB, HISTORY, seen(found, tasks=looking, preflight=bad))
+
+    assert (Begin(TaskKind.PREFLIGHT, "machine and code"), Wait()) == (watching, meanwhile)
+    assert 5 == then.code if found is LeaseState.TAKEN else Begin(TaskKind.SURVEY, "store") == then
 
 
 def test_whoever_comes_second_ends_with_5_and_says_who_was_first():
