@@ -577,6 +577,7 @@ class CardState:
     uncorrected: int = 0  # ECC errors since the driver was loaded
     remap_pending: bool = False
     remap_failed: bool = False
+    recovery: str = ""  # what the driver asks for, since something failed: Reset, Reboot, …; newer drivers say
     mig: bool = False
     compute_mode: str = "Default"
     power_limit_w: float | None = None

@@ -7,6 +7,7 @@ mistake, is said and tried. A finding whose `facts` have `env` can be cured by t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -55,8 +56,8 @@ CHECKS: Final[Mapping[str, Check]] = {
         "No answer, or an error: rent another machine. Cards that differ work, at the pace of the slowest.",
     ),
     "cards.health": Check(
-        "ECC errors since the driver was loaded, remapped memory rows, MIG, the compute mode.",
-        "A row that could not be remapped, or a card on which nothing may run: swap. The rest is said; remember it when a run fails.",
+        "ECC errors since the driver was loaded, remapped memory rows, the recovery that the driver asks for, MIG, the compute mode.",
+        "A row that could not be remapped, a card that wants a reset or a reboot, or on which nothing may run: swap. The rest is said; remember it when a run fails.",
     ),
     "cards.fit": Check(
         "Where job.yaml has a `model`: what each card is expected to hold, against its memory. An estimate, as `plan` makes it.",
@@ -235,6 +236,9 @@ def _health(cards: tuple[CardState, ...]) -> Iterable[Finding]:
             yield _swap("cards.health", f"{who}: a broken row of its memory could not be replaced")
         elif card.remap_pending:
             yield _warn("cards.health", f"{who}: a broken row of its memory waits for a reset to be replaced")
+        if card.recovery:
+            told = _swap if re.search("reset|reboot", card.recovery.lower()) else _warn
+            yield told("cards.health", f"{who}: the driver asks for {card.recovery!r} since an error")
         if card.uncorrected:
             hint = "if training fails with an ECC error, swap this machine and tell support"
             yield _warn("cards.health", f"{who}: {card.uncorrected} uncorrectable memory errors since its start", hint)

@@ -70,6 +70,7 @@ def _card(at: int, gpu: ET.Element) -> CardState:
         uncorrected=_uncorrected(gpu),
         remap_pending=_said(remapped, "remapped_row_pending").lower() == "yes",
         remap_failed=_said(remapped, "remapped_row_failure").lower() == "yes",
+        recovery=_asked_for(_said(gpu, "gpu_recovery_action")),
         mig=_said(gpu, "mig_mode/current_mig").lower() == "enabled",
         compute_mode=_said(gpu, "compute_mode") or "Default",
         power_limit_w=_number(power, "current_power_limit") or _number(power, "enforced_power_limit"),
@@ -78,6 +79,10 @@ def _card(at: int, gpu: ET.Element) -> CardState:
         fabric=_fabric(gpu),
         pcie=_pcie(gpu),
     )
+
+
+def _asked_for(action: str) -> str:
+    return "" if action.lower() in {"none", "n/a"} else action
 
 
 def _process(found: ET.Element) -> str:

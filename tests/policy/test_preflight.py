@@ -134,6 +134,8 @@ def test_a_verdict_follows_from_severities_alone(findings, users):
 CARDS = {
     "well": (CARD, None, ""),
     "row lost": (replace(CARD, remap_failed=True), Severity.REFUSE, "could not be replaced"),
+    "wants a reset": (replace(CARD, recovery="Drain and Reset"), Severity.REFUSE, "asks for 'Drain and Reset'"),
+    "wants to be drained": (replace(CARD, recovery="Drain P2P"), Severity.WARN, "asks for 'Drain P2P'"),
     "row pending": (replace(CARD, remap_pending=True), Severity.WARN, "waits for a reset"),
     "memory errors": (replace(CARD, uncorrected=3), Severity.WARN, "3 uncorrectable memory errors"),
     "prohibited": (replace(CARD, compute_mode="Prohibited"), Severity.REFUSE, "nothing may run on it"),

@@ -9,6 +9,7 @@ from runner.probes import smi
 CARD = """
 <gpu id="00000000:0{at}:00.0">
   <product_name>NVIDIA H100 80GB HBM3</product_name>
+  <gpu_recovery_action>{recovery}</gpu_recovery_action>
   <mig_mode><current_mig>{mig}</current_mig></mig_mode>
   <uuid>GPU-{at}a</uuid>
   <pci><pci_gpu_link_info>
@@ -42,6 +43,7 @@ WELL = {
     "pending": "No",
     "failed": "No",
     "power": "700.00",
+    "recovery": "None",
     "processes": "",
 }
 
@@ -77,6 +79,7 @@ def test_a_healthy_card_is_read():
         ({"bad": 3}, "uncorrected", 3),
         ({"pending": "Yes"}, "remap_pending", True),
         ({"failed": "Yes"}, "remap_failed", True),
+        ({"recovery": "Reset"}, "recovery", "Reset"),
         ({"mig": "Enabled"}, "mig", True),
         ({"mode": "Prohibited"}, "compute_mode", "Prohibited"),
         ({"hot": "Active"}, "slowdowns", ("too hot",)),
