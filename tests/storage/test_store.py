@@ -18,6 +18,7 @@ from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Checksums, Head
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _plan_parts
+from runner.storage.offsite.transfer import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy
@@ -63,6 +64,24 @@ def test_what_was_tried_out_leaves_nothing_and_every_store_of_ours_has_condition
     """
     assert store.probe().conditional
     assert [] == list(store.list(""))
+
+
+def test_a_run_whose_writers_were_killed_is_removed_to_the_last_folder(tmp_path):
+    """
+    In a folder: a copy that was begun, a folder made for one, the lock file of a write that never was.
+    """
+    store = FileStore(tmp_path / "store", Disk())
+    store.put("job/status.json", b"{}")
+    store.put_if("job/lease.json", b"{}", None)
+    logs, other = tmp_path / "store/job/logs/attempt-0001", tmp_path / "store/other/logs"
+    for folder in (logs, tmp_path / "store/job/machines/0001", other):
+        folder.mkdir(parents=True)
+    (logs / "launcher.log.unfinished").write_text("half of")
+    (tmp_path / "store/job/.refusal.json.guard").touch()
+    time.sleep(0.02)  # what is begun now is somebody else's
+    remove_run(store, "job")
+
+    assert [other.parent, other] == sorted((tmp_path / "store").rglob("*"))
 
 
 class Lockless(FileStore):

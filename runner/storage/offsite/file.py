@@ -207,17 +207,21 @@ class FileStore:
             path = self._path(key)
             self._disk.remove(path)
             self._disk.remove(_guard_of(path))
-            for parent in path.parents:
-                if parent == self._root or not _remove_if_empty(parent):
-                    break
+            self._prune(path)
+
+    def _prune(self, path: Path) -> None:
+        for parent in path.parents:
+            if parent == self._root or not _remove_if_empty(parent):
+                break
 
     def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
+        """Whoever was killed in the middle of a copy leaves an unfinished file, the guard of none, or an empty folder."""
         with self._plain_words(prefix):
-            for path in sorted((self._root / prefix.rpartition("/")[0]).rglob(f"*{_UNFINISHED}")):
-                key = path.relative_to(self._root).as_posix().removesuffix(_UNFINISHED)
-                begun_at = datetime.fromtimestamp(path.lstat().st_mtime, UTC)
-                if key.startswith(prefix) and begun_at < before and not keep(key):
-                    self._disk.remove(path)
+            for path in sorted((self._root / prefix.rpartition("/")[0]).rglob("*"), reverse=True):  # folders come last
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and _is_left(path, before) and not keep(key.removesuffix(_UNFINISHED)):
+                    _remove_if_empty(path) if path.is_dir() else self._disk.remove(path)
+                    self._prune(path)
 
     @contextmanager
     def _place(self, key: str) -> Iterator[tuple[Path, Path]]:
@@ -258,6 +262,19 @@ def _guard_of(path: Path) -> Path:
 
 def _tag(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _is_left(path: Path, before: datetime) -> bool:
+    with suppress(FileNotFoundError):  # pruned, or gone by itself
+        found = path.lstat()
+        if datetime.fromtimestamp(found.st_mtime, UTC) >= before:
+            return False
+        if stat.S_ISDIR(found.st_mode):
+            return not any(path.iterdir())
+        if path.name.endswith(_GUARD):
+            return not path.with_name(path.name[1:].removesuffix(_GUARD)).exists()
+        return path.name.endswith(_UNFINISHED)
+    return False
 
 
 def _remove_if_empty(folder: Path) -> bool:
