@@ -26,7 +26,7 @@ from runner.folder import RunFolder, free_bytes
 from runner.job import GuardPolicy, HangPolicy, Job
 from runner.policy import ledger
 from runner.policy.divergence import LossWatch, divergence, watch_loss
-from runner.policy.hang import Patience, Watch, cards_every_s, judge, limit_s, look_every_s, watch
+from runner.policy.hang import Patience, Watch, cards_every_s, judge, keep, limit_s, look_every_s, watch
 from runner.policy.straggler import Lags, straggler, watch_lags
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
@@ -171,9 +171,9 @@ class AttemptSight:
 class HangWatch:
     """Looks for signs of life every few seconds, and has them judged."""
 
-    def __init__(self, policy: HangPolicy, folder: RunFolder) -> None:
+    def __init__(self, policy: HangPolicy, folder: RunFolder, cards: Cards) -> None:
         self._policy, self._patience, self._folder = policy, Patience(), folder
-        self._cards = Cards()
+        self._cards = cards
         self.forget()
 
     def forget(self) -> None:
@@ -195,12 +195,14 @@ class HangWatch:
         if self._reader is None:
             self._reader = PulseReader(self._folder.attempt(attempt.number), self._cards)
         limit = limit_s(self._watch, self._policy, self._patience, last_save_s=last_save_s)
-        since = self._watch.clock_s - self._watch.moved_s
+        moved_s = self._watch.moved_s
+        since = self._watch.clock_s - moved_s
         pulse = self._reader.read(live, page, cards_every_s=cards_every_s(since, limit))
         self._watch = watch(self._watch, pulse, self._patience)
         self._lags = watch_lags(self._lags, pulse)
         self.straggler = straggler(self._lags)
-        self.hang = judge(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        found = judge(self._watch, self._policy, self._patience, last_save_s=last_save_s)
+        self.hang = keep(self.hang, found, has_moved=self._watch.moved_s > moved_s)
         self._next_s = now_s + look_every_s(self._policy)
         return self.hang
 

@@ -55,6 +55,7 @@ from runner.supervise import page as pages
 from runner.supervise import process
 from runner.supervise.alarm import Alarm
 from runner.supervise.autopsy import HANG_FILE
+from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
@@ -107,7 +108,8 @@ class RealWorld:
         self._logs = Logs(folder.root / "logs")
         self._lease = LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
-        self._sight = AttemptSight(folder, HangWatch(self._job.hang, folder), self._job.guard, self._clock)
+        hangs = HangWatch(self._job.hang, folder, self._cards())
+        self._sight = AttemptSight(folder, hangs, self._job.guard, self._clock)
         self._saves = Saves(self._job, setting.num_procs)
         self._checked = Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
@@ -232,6 +234,11 @@ class RealWorld:
                 saved=saved,
             )
         return self._only_here
+
+    def _cards(self) -> Cards:
+        """Those of the ranks; one process may use all that it sees."""
+        visible = {**os.environ, **self._job.env}.get("CUDA_VISIBLE_DEVICES")
+        return Cards(visible=visible, count=self._setting.num_procs if self._setting.num_procs > 1 else None)
 
     def _is_set_up(self) -> bool:
         """Looked for on this disk and in this training environment: a container is younger than its volume."""

@@ -25,7 +25,7 @@ from torch.nn import functional
 from runner.policy.fleet import find_card, link_gb_per_s
 from runner.policy.planning import GB, Strategy, Workload, compute_s, speed_up, traffic_bytes
 
-WARM_UP, STEPS = 5, 20
+WARM_UP, STEPS = 4, 15
 
 
 def options():
@@ -37,13 +37,12 @@ def options():
     parser.add_argument("--vocabulary", type=int, default=500 if few else 32_000)
     parser.add_argument("--per-card", type=int, default=1 if few else 4)
     parser.add_argument("--sequence", type=int, default=64 if few else 2048)
-    parser.add_argument("--limit-s", type=float, default=100, help="of each number of cards")
+    parser.add_argument("--limit-s", type=float, default=100, help="of the processes on the cards")
     return parser.parse_args()
 
 
-def steps_of(args, strategy, device):
-    """Parameters, and the median time of an optimizer step."""
-    cards = dist.get_world_size()
+def steps_of(args, strategy, device, cards):
+    """Parameters, and the time of each optimizer step."""
     accumulation = 2 // cards
     torch.manual_seed(0)
     with torch.device(device):
@@ -68,18 +67,28 @@ def steps_of(args, strategy, device):
 
 
 def work(args):
-    """On each rank: what rank 0 measures goes to FOLDER/scaling-CARDS.json."""
-    device, found = memory.join(), {}
-    cards = dist.get_world_size()
-    for strategy in (Strategy.DDP, Strategy.FULL_SHARD) if cards > 1 else (Strategy.DDP,):
-        count, took = steps_of(args, strategy, device)
-        found[str(strategy)] = {"parameters": count, "steps_s": took}
-        if int(os.environ["RANK"]) == 0:
+    """On each rank: what rank 0 measures goes to FOLDER/scaling.json. While it works alone, the other's card idles."""
+    device, rank, found = memory.join(), int(os.environ["RANK"]), []
+    dist.barrier()
+    for cards, strategy in ((1, Strategy.DDP), (2, Strategy.DDP), (2, Strategy.FULL_SHARD)):
+        if rank < cards:
+            count, took = steps_of(args, strategy, device, cards)
+            found.append({"cards": cards, "strategy": strategy, "parameters": count, "steps_s": took})
+        elif device.type == "cuda":
+            wait_for_file(args.folder / "scaling.json")
+        if rank == 0:
             print(f"{cards} x {strategy}: {statistics.median(took):.4f} s a step", flush=True)
-    if int(os.environ["RANK"]) == 0:
-        (args.folder / f"scaling-{cards}.json").write_text(json.dumps(found))
+            (args.folder / "scaling.json").write_text(json.dumps(found))
+        dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def wait_for_file(path):
+    """Not at a barrier: that would keep the card busy."""
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def row_of(args, strategy, cards, found, alone_s):
@@ -113,21 +122,19 @@ def main() -> int:
     if "RANK" in os.environ:
         return work(args)
     args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / "scaling.json"
+    path.unlink(missing_ok=True)
     arguments = [str(args.folder.resolve()), *sys.argv[2:]]
-    rows, wrong, alone_s = [], [], 0.0
-    for cards in (1, 2):
-        began = time.monotonic()
-        code = memory.on_every_card(Path(__file__), arguments, processes=cards, limit_s=args.limit_s)
-        print(f"{cards} card(s): exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
-        path = args.folder / f"scaling-{cards}.json"
-        found = json.loads(path.read_text()) if code == 0 and path.exists() else {}
-        if not found:
-            wrong.append(f"{cards} cards: exit code {code}")
-        for name, measured in found.items():
-            alone_s = alone_s or statistics.median(measured["steps_s"])
-            row, is_as_planned = row_of(args, Strategy(name), cards, measured, alone_s)
-            rows.append(row)
-            wrong += [] if is_as_planned else [row[0]]
+    began, rows = time.monotonic(), []
+    code = memory.on_every_card(Path(__file__), arguments, limit_s=args.limit_s)
+    print(f"exit code {code}, {time.monotonic() - began:.0f} s", flush=True)
+    found = json.loads(path.read_text()) if path.exists() else []
+    wrong = [] if code == 0 and len(found) == 3 else [f"exit code {code}, {len(found)} of 3 measured"]
+    for measured in found:
+        alone_s = statistics.median(found[0]["steps_s"])
+        row, is_as_planned = row_of(args, Strategy(measured["strategy"]), measured["cards"], measured, alone_s)
+        rows.append(row)
+        wrong += [] if is_as_planned else [row[0]]
     head = [
         "",
         "a step, s (range)",

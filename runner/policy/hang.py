@@ -217,6 +217,14 @@ def judge(watch: Watch, policy: HangPolicy, patience: Patience, *, last_save_s: 
     )
 
 
+def keep(before: Hang | None, now: Hang | None, *, has_moved: bool) -> Hang | None:
+    """
+    A hang stays one until a step is made: who is looked at prints and computes, dumps of the flight
+    recorder for one, and that is no life of its own.
+    """
+    return None if has_moved else now or before
+
+
 def _is_quiet(watch: Watch, limit: float, patience: Patience) -> bool:
     """No sign of life; while there was no step to learn from, for a third of the limit."""
     needed = patience.quiet_s if _has_begun(watch, patience) else limit / 3

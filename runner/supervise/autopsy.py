@@ -26,7 +26,7 @@ from vramfarm.protocol import Env
 HANG_FILE: Final = "hang.json"  # who kills the attempt copies it to the logs, where triage reads it
 ABORTED: Final = b"Fatal Python error: Aborted"
 _TOOL_S: Final = 10.0
-_DUMP_WAIT_S: Final = 5.0
+_DUMP_WAIT_S: Final = 20.0  # measured with NCCL: three to six seconds, most of it for the names in stacks
 _MAX_PROCESSES: Final = 128
 _MAX_BYTES: Final = 16 << 20
 _OF_PROC: Final = ("status", "wchan", "stack", "syscall", "limits")
@@ -49,13 +49,14 @@ def collect(scene: Scene) -> str:
     """Write down what can be seen; return it in a few words. What hangs is named in `hang.json`."""
     scene.folder.mkdir(parents=True, exist_ok=True)
     found = process.find(Env.ATTEMPT_ID, scene.attempt_id)[:_MAX_PROCESSES]
+    asked, asked_s = _ask_for_dumps(scene, found), time.monotonic()  # they come while the rest is looked at
     had = ["processes"] if _write(scene.folder / "processes.txt", "\n".join(_tree(found))) else []
     for one in found:
         _write(scene.folder / f"proc-{one.pid}.txt", _of_proc(one.pid))
     had += _stacks(scene, [one.pid for one in found if not one.role])
     if text := _run("nvidia-smi", "-q"):
         had += ["nvidia-smi"] if _write(scene.folder / "nvidia-smi.txt", text) else []
-    recorded, told = _flight_recorder(scene)
+    recorded, told = _flight_recorder(scene, asked, asked_s + _DUMP_WAIT_S)
     if told:
         had += ["flight recorder"] if _write(scene.folder / "flight-recorder.txt", told) else []
     hang = _with(recorded, scene.hang)
@@ -167,21 +168,22 @@ def _write(path: Path, text: str) -> bool:
 # --------------------------------------------------------------------- NCCL's flight recorder
 
 
-def _flight_recorder(scene: Scene) -> tuple[Recorded, str]:
-    """Ask every rank for its dump; return what the dumps say of who waits for whom, and their last collectives."""
-    asked = [path for path in _pipes(scene.pipes) if _ask(path)]
-    deadline = time.monotonic() + (_DUMP_WAIT_S if asked else 0)
+def _ask_for_dumps(scene: Scene, found: Sequence[process.Process]) -> int:
+    """How many ranks were asked; one that is stopped would not answer."""
+    stopped = {_rank(one.pid) for one in found if _proc(one.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]}
+    stem = Path(scene.pipes)
+    pipes = sorted(stem.parent.glob(f"{stem.name}*.pipe")) if scene.pipes else []
+    return sum(_ask(pipe) for pipe in pipes if pipe.name not in {f"{stem.name}{rank}.pipe" for rank in stopped})
+
+
+def _flight_recorder(scene: Scene, asked: int, until_s: float) -> tuple[Recorded, str]:
+    """What the dumps say of who waits for whom, and their last collectives; those who were asked are waited for."""
     told = read_dumps(scene.logs)
-    while len(told) < len(asked) and time.monotonic() < deadline:
+    while len(told) < asked and time.monotonic() < until_s:
         time.sleep(0.1)
         told |= {rank: entries for rank, entries in read_dumps(scene.logs).items() if rank not in told}
     lines = [f"rank {rank}: {tell_last(entries)}" for rank, entries in sorted(told.items())]
     return compare(told), "\n".join(lines)
-
-
-def _pipes(stem: str) -> list[Path]:
-    path = Path(stem)
-    return sorted(path.parent.glob(f"{path.name}*.pipe")) if stem else []
 
 
 def _ask(pipe: Path) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import IO, Final
 
 from runner.facts import CardPulse
@@ -22,19 +24,25 @@ _REASONS: Final = {
 }
 QUERY: Final = ",".join([
     "index",
+    "uuid",
     "utilization.gpu",
     "power.draw",
     "enforced.power.limit",
     *(f"clocks_throttle_reasons.{reason}" for reason in _REASONS),
 ])  # fmt: skip
-_NUM_NUMBERS: Final = 4
+_NUM_FIELDS: Final = 5
 
 
 class Cards:
-    """Asks at most every so often; the last answer stays until there is a newer one."""
+    """
+    Asks at most every so often; the last answer stays until there is a newer one.
 
-    def __init__(self, program: str = "nvidia-smi") -> None:
-        self._program = shutil.which(program)
+    Of the cards that CUDA_VISIBLE_DEVICES, `visible`, lets through only the first `count` are told, numbered
+    as training numbers them: what somebody else does on the others is no sign of life.
+    """
+
+    def __init__(self, program: str = "nvidia-smi", *, visible: str | None = None, count: int | None = None) -> None:
+        self._program, self._visible, self._count = shutil.which(program), visible, count
         self._asked_s: float | None = None
         self._asking: subprocess.Popen[bytes] | None = None
         self._answer: IO[bytes] | None = None
@@ -61,26 +69,31 @@ class Cards:
         if code is None:
             self._asking.kill()  # in the kernel it may stay; what it knew is old by now
         self._answer.seek(0)
-        self.last = parse(self._answer.read(1 << 16).decode(errors="replace")) if code == 0 else ()
+        told = self._answer.read(1 << 16).decode(errors="replace") if code == 0 else ""
+        self.last = parse(told, self._visible)[: self._count]
         self._answer.close()
         self._asking = self._answer = None
 
 
-def parse(table: str) -> tuple[CardPulse, ...]:
-    """One card a line; `[N/A]` and the like are not known."""
-    cards = []
-    for line in table.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != _NUM_NUMBERS + len(_REASONS) or not fields[0].isdecimal():
-            continue
-        held = dict.fromkeys(
-            words for words, told in zip(_REASONS.values(), fields[_NUM_NUMBERS:], strict=True) if told == "Active"
-        )
-        use, power, limit = (_number(field) for field in fields[1:_NUM_NUMBERS])
-        cards.append(
-            CardPulse(index=int(fields[0]), use_percent=use, power_w=power, limit_w=limit, throttled=tuple(held))
-        )
-    return tuple(cards)
+def parse(table: str, visible: str | None = None) -> tuple[CardPulse, ...]:
+    """One card a line; `[N/A]` and the like are not known. With `visible`, those cards, in that order."""
+    rows = [[field.strip() for field in line.split(",")] for line in table.splitlines()]
+    known = [row for row in rows if len(row) == _NUM_FIELDS + len(_REASONS) and row[0].isdecimal()]
+    if visible is None:
+        return tuple(_card(int(row[0]), row) for row in known)
+    wanted = [name.strip() for name in visible.split(",") if name.strip()]
+    found = (next((row for row in known if _is_called(row, name)), None) for name in wanted)
+    return tuple(_card(at, row) for at, row in enumerate(takewhile(lambda row: row is not None, found)) if row)
+
+
+def _is_called(row: Sequence[str], name: str) -> bool:
+    return name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))
+
+
+def _card(index: int, row: Sequence[str]) -> CardPulse:
+    use, power, limit = (_number(field) for field in row[2:_NUM_FIELDS])
+    held = [words for words, told in zip(_REASONS.values(), row[_NUM_FIELDS:], strict=True) if told == "Active"]
+    return CardPulse(index=index, use_percent=use, power_w=power, limit_w=limit, throttled=tuple(dict.fromkeys(held)))
 
 
 def _number(text: str) -> float | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 DUMP: Final = "flight_recorder_rank_"  # in the logs of an attempt: where torch is told to write
-_MAX_DUMP: Final = 64 << 20
+_MAX_DUMP: Final = 16 << 20  # of 2000 collectives it is some 300 kB
 _MAX_NAME: Final = 80
 _ENTRIES: Final = 5
 _KEPT: Final = ("process_group", "collective_seq_id", "seq_id", "profiling_name", "state", "input_sizes", "is_p2p")

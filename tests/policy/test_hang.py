@@ -7,7 +7,7 @@ import pytest
 
 from runner.facts import CardPulse, Pulse, RankPulse, Stage
 from runner.job import HangPolicy
-from runner.policy.hang import Patience, Watch, cards_every_s, judge, limit_s, watch
+from runner.policy.hang import Patience, Watch, cards_every_s, judge, keep, limit_s, watch
 
 POLICY = HangPolicy()
 PATIENCE = Patience()
@@ -166,6 +166,21 @@ def test_the_rank_whose_card_is_idle_is_named():
         assert training.now < began + 600
 
     assert 1 == training.verdicts[-1][1].rank
+
+
+def test_only_a_step_takes_a_verdict_back():
+    """
+    Who is asked for a dump computes and prints it: that is no life of its own.
+    """
+    training = Training().trained().live(300)
+    verdict = training.verdicts[-1][1]
+
+    training.verdicts = []
+    training.live(10, cores=(1.0, 1.0), prints=True)
+
+    assert [] == training.verdicts
+    assert verdict == keep(verdict, None, has_moved=False)
+    assert keep(verdict, None, has_moved=True) is None
 
 
 def test_a_question_is_told():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.facts import Decision
+from runner.supervise.recorder import Recorded, compare, read_dumps
 from runner.supervise.triage import first_error
 
 LOGS = Path(__file__).parents[1] / "data" / "launched"
@@ -44,6 +45,24 @@ def test_the_rank_that_failed_first_is_named(log):
 
     expected = (ON_CARDS if log.parent.name == "nccl" else {}).get(log.stem, TRUTH[log.stem])
     assert expected == (found.label, found.rank, found.decision)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("asleep", Recorded(behind=1)),
+        ("loader", Recorded(behind=1)),
+        ("mismatch", Recorded(differ={0: "all_reduce of [[16777216]]", 1: "all_gather"})),
+    ],
+)
+def test_dumps_of_real_ranks_that_hang_name_who_and_what(case, expected):
+    """
+    As torch 2.11 wrote them on two H200 when the runner asked; `benchmarks/gpu/hang.py` did the rest.
+    """
+    dumps = read_dumps(LOGS / "dumps" / case)
+
+    assert {0, 1} == set(dumps)
+    assert expected == compare(dumps)
 
 
 def test_every_case_is_there():

@@ -109,8 +109,8 @@ def test_the_table_of_cards_is_read():
     What is not told is not known; a card that is held down says why, once.
     """
     table = (
-        "0, 100, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
-        "1, [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
+        "0, GPU-aa, 100, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
+        "1, GPU-bb, [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
         "Unable to determine the device handle for GPU2: 0000:91:00.0: GPU is lost.\n"
     )
 
@@ -120,12 +120,36 @@ def test_the_table_of_cards_is_read():
     ) == parse(table)
 
 
+@pytest.mark.parametrize(
+    ("visible", "watts"),
+    [
+        (None, [0, 10, 20, 30]),
+        ("2,3", [20, 30]),
+        ("GPU-dd,0", [30, 0]),
+        ("3,7,0", [30]),  # CUDA stops at the first that it does not know
+        ("", []),
+    ],
+)
+def test_cards_are_numbered_as_training_does(visible, watts):
+    """
+    What is on cards that the job cannot see says nothing about it.
+    """
+    rows = [
+        f"{at}, GPU-{c}{c}1, 9, {at}0, 700, Not Active, Not Active, Not Active, Not Active"
+        for at, c in enumerate("abcd")
+    ]
+
+    cards = parse("\n".join(rows), visible)
+
+    assert list(enumerate(watts)) == [(card.index, card.power_w) for card in cards]
+
+
 def test_a_driver_that_hangs_is_not_waited_for(tmp_path):
     """
     Asking costs nothing while there is no answer, and the answer is taken when it comes.
     """
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, 1, 2, 3, Active, Active, Active, Active'\n")
+    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, GPU-aa, 1, 2, 3, Active, Active, Active, Active'\n")
     program.chmod(0o755)
     cards = Cards(str(program))
 
@@ -284,6 +308,29 @@ def test_a_dump_that_is_still_being_written_is_waited_for(tmp_path, marker):
     assert 0 == json.loads((tmp_path / "e" / autopsy.HANG_FILE).read_text())["rank"]
     for fd in reading:
         os.close(fd)
+
+
+def test_a_stopped_rank_is_not_waited_for(tmp_path, marker, run_python):
+    """
+    It could not answer: its pipe is left alone, and the evidence is there at once.
+    """
+    rank = run_python("import time; time.sleep(60)", LOCAL_RANK="0")
+    until(lambda: autopsy._rank(rank.pid) == 0)
+    os.kill(rank.pid, 19)
+    until(lambda: ") T " in Path(f"/proc/{rank.pid}/stat").read_text())
+    fifo = tmp_path / "page.fr-0.pipe"
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    scene = autopsy.Scene(
+        attempt_id=marker, logs=tmp_path, folder=tmp_path / "e", pipes=str(tmp_path / "page.fr-"), python="", hang={}
+    )
+
+    began = time.monotonic()
+    autopsy.collect(scene)
+
+    assert time.monotonic() - began < autopsy._DUMP_WAIT_S
+    assert b"" == os.read(reading, 9)
+    os.close(reading)
 
 
 # -------------------------------------------------------------------------------------- triage
