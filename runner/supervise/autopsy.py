@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -116,19 +117,27 @@ def _rank(pid: int) -> int | None:
     return None
 
 
+def _parent(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        raw = process.read(f"/proc/{pid}/stat")
+        return int(raw[raw.rindex(b")") + 2 :].split()[1])
+    return 0
+
+
 def _stacks(scene: Scene, pids: Sequence[int]) -> list[str]:
-    """By py-spy, where it is and the kernel lets it; else the killing signal prints them."""
-    beside = Path(scene.python).with_name("py-spy") if scene.python else None
-    program = str(beside) if beside and beside.exists() else shutil.which("py-spy")
+    """By py-spy, where it is and the kernel lets it; else the killing signal prints them. The ranks come first."""
+    beside = [Path(python).with_name("py-spy") for python in (scene.python, sys.executable) if python]
+    program = next((str(path) for path in beside if path.exists()), shutil.which("py-spy"))
     if program is None:
         return []
     deadline = time.monotonic() + 2 * _TOOL_S
     had = False
-    for pid in pids:
+    ranks = {pid: _rank(pid) for pid in pids}  # their workers have them, too
+    for pid in sorted(pids, key=lambda pid: (ranks[pid] is None, ranks.get(_parent(pid)) is not None)):
         if time.monotonic() > deadline:
             break
         if text := _run(program, "dump", "--nonblocking", "--pid", str(pid)):
-            rank = _rank(pid)
+            rank = ranks[pid]
             had |= _write(scene.folder / f"stack-{'x' if rank is None else rank}-{pid}.txt", text)
     return ["stacks"] if had else []
 

@@ -3,6 +3,9 @@
 import json
 import os
 import pickle
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -224,6 +227,43 @@ def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marke
     assert 1 == json.loads((tmp_path / "evidence" / autopsy.HANG_FILE).read_text())["rank"]
     assert "collective_seq_id=11" in (tmp_path / "evidence" / "flight-recorder.txt").read_text()
     os.close(reading)
+
+
+PY_SPY = next(
+    (
+        path
+        for path in (Path(sys.executable).with_name("py-spy"), shutil.which("py-spy"))
+        if path and Path(path).exists()
+    ),
+    None,
+)
+LOADS = (
+    "import os, time\ndef loads_for_ever():\n  open(f'here-{os.getpid()}', 'w')\n  time.sleep(600)\nloads_for_ever()"
+)
+WAITS = LOADS.replace("loads_for_ever", "waits_for_the_others")
+WITH_WORKER = f"import subprocess, sys\nworker = subprocess.Popen([sys.executable, '-c', {LOADS!r}])\n{WAITS}"
+
+
+@pytest.mark.skipif(PY_SPY is None, reason="py-spy is not installed: pip install '.[evidence]'")
+def test_stacks_of_all_ranks_and_their_workers_are_in_the_evidence(run_python, tmp_path, marker):
+    """
+    By py-spy, while they hang: the signal that kills them may print nothing where a library has it.
+    """
+    ranks = [run_python(WITH_WORKER, LOCAL_RANK=str(rank)) for rank in range(2)]
+    until(lambda: len(list(tmp_path.glob("here-*"))) == 4, 30)
+    spied = subprocess.run([PY_SPY, "dump", "--pid", str(ranks[0].pid)], capture_output=True, text=True, check=False)
+    if "ermission" in spied.stderr:
+        pytest.skip(f"py-spy may not look at processes here: {spied.stderr.strip()[:100]}")
+    scene = autopsy.Scene(
+        attempt_id=marker, logs=tmp_path, folder=tmp_path / "evidence", pipes="", python=sys.executable, hang={}
+    )
+
+    assert "stacks" in autopsy.collect(scene)
+
+    told = {path.name: path.read_text() for path in (tmp_path / "evidence").glob("stack-*")}
+    for rank, found in enumerate(ranks):
+        assert "waits_for_the_others (<string>:" in told[f"stack-{rank}-{found.pid}.txt"]
+    assert 2 == sum("loads_for_ever (<string>:" in text for text in told.values()), told
 
 
 def collectives(*operations, group="default_pg", first=7, sizes=((4,),), **more):
