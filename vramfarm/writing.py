@@ -23,7 +23,7 @@ from vramfarm import protocol
 from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
-IN_FLIGHT: Final = 4  # pieces of a shard; one of them is being summed
+IN_FLIGHT: Final = 5  # pieces of a shard; now and then one of them is being summed
 _BLOCK: Final = 4096
 _POLITE: Final = 10  # niceness; the disk's queue follows it
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -46,12 +46,20 @@ def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_b
         with _threads() as pool:
             for begin in range(0, size, window_bytes):
                 memory, end = next(windows), min(begin + window_bytes, size)
-                starts = range(begin, end, protocol.CHUNK_BYTES)
-                checksums += _results([pool.submit(target.write, memory, begin, start) for start in starts])
+                checksums += _write_window(pool, target, memory, begin, end)
         target.finish()
     finally:
         target.close()
     return Shard(path.name, size, tuple(checksums))
+
+
+def _write_window(pool: ThreadPoolExecutor, target: _Target, memory: memoryview, begin: int, end: int) -> Sequence[int]:
+    """Sums are jobs of their own: where processors are busy the disk does not wait for them."""
+    jobs: list[Future[int]] = []
+    for start in range(begin, end, protocol.CHUNK_BYTES):
+        jobs.append(pool.submit(target.write, memory, begin, start))
+        jobs.append(pool.submit(crc32, memory[start - begin : end - begin][: protocol.CHUNK_BYTES]))
+    return _results(jobs)[1::2]
 
 
 _idle: Final[list[ThreadPoolExecutor]] = []
@@ -144,9 +152,8 @@ class _Target:
                 raise OSError(code, os.strerror(code))
 
     def write(self, memory: memoryview, begin: int, start: int) -> int:
-        """Write the chunk from `start` on and return its checksum; the memory holds the bytes from `begin` on."""
+        """Write the chunk from `start` on and return its size; the memory holds the bytes from `begin` on."""
         end = min(start + protocol.CHUNK_BYTES, self._size)
-        checksum = crc32(memory[start - begin : end - begin])
         if self._is_direct:
             self._put(memory, begin, start, min(-(-end // _BLOCK) * _BLOCK, begin + len(memory)))
         else:
@@ -154,7 +161,7 @@ class _Target:
             _libc.sync_file_range(
                 self._fd, ctypes.c_longlong(start), ctypes.c_longlong(end - start), _SYNC_FILE_RANGE_WRITE
             )
-        return checksum
+        return end - start
 
     def _put(self, memory: memoryview, begin: int, at: int, end: int) -> None:
         while at < end:
