@@ -330,6 +330,7 @@ class CardPulse:
 
     index: int
     use_percent: float | None = None
+    memory_percent: float | None = None  # of the time its memory was read or written
     power_w: float | None = None
     limit_w: float | None = None
     throttled: tuple[str, ...] = ()  # why its clocks are held down, if they are

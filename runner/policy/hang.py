@@ -19,6 +19,8 @@ from runner.job import HangPolicy
 _STOPPED: Final = frozenset("Tt")
 _MAX_GAPS: Final = 200
 _AT_WORK: Final = 0.5  # of its power in training: what a card draws at least that computes
+_SURELY_AT_WORK: Final = 0.75  # and where nothing reads or writes its memory, as training does
+_USES_MEMORY: Final = 3.0  # per cent of the time, in training
 _AT_WORK_OF_LIMIT: Final = 0.3  # of its power limit, where nothing was learned yet
 _FULL: Final = 90.0  # per cent of use
 _NONE: Final = 5.0
@@ -58,6 +60,7 @@ class Watch:
     worked_s: float = 0.0  # something was computed, read or received
     stopped_since_s: float | None = None  # a rank is stopped (SIGSTOP) since then
     healthy_w: tuple[float, ...] = ()  # power of each card while steps are made
+    healthy_memory: tuple[float, ...] = ()  # how much of the time its memory is used meanwhile
     judged: tuple[CardPulse, ...] = ()  # the sample that this was last learned from, or that came before training
 
 
@@ -92,27 +95,33 @@ def _slowest(ranks: Sequence[RankPulse]) -> int:
 def _moved(now: Watch, last: Pulse, pulse: Pulse, patience: Patience) -> Watch:
     gap = now.clock_s - now.moved_s
     learns = now.num_steps >= patience.learned_after
+    now = _learn(now, pulse.cards) if learns and pulse.cards != now.judged else now
     return replace(
         now,
         moved_s=now.clock_s,
         num_steps=now.num_steps + max(_slowest(pulse.ranks) - _slowest(last.ranks), 1),
         gaps_s=(*now.gaps_s, gap)[-_MAX_GAPS:] if learns else (),
         longest_s=max(now.longest_s, gap) if learns else 0.0,
-        healthy_w=_healthy(now.healthy_w, pulse.cards) if learns and pulse.cards != now.judged else now.healthy_w,
         judged=pulse.cards,
     )
 
 
-def _healthy(known: Sequence[float], cards: Sequence[CardPulse]) -> tuple[float, ...]:
-    """A slow average: samples are rare and fall between steps, too."""
-    powers = [card.power_w for card in cards if card.power_w is not None]
-    if len(powers) != len(cards):
-        return tuple(known)
-    return (
-        tuple(powers)
-        if len(known) != len(powers)
-        else tuple(0.7 * k + 0.3 * p for k, p in zip(known, powers, strict=True))
+def _learn(now: Watch, cards: Sequence[CardPulse]) -> Watch:
+    return replace(
+        now,
+        healthy_w=_average(now.healthy_w, [card.power_w for card in cards]),
+        healthy_memory=_average(now.healthy_memory, [card.memory_percent for card in cards]),
     )
+
+
+def _average(known: Sequence[float], told: Sequence[float | None]) -> tuple[float, ...]:
+    """A slow one: samples are rare and fall between steps, too."""
+    values = [value for value in told if value is not None]
+    if len(values) != len(told):
+        return tuple(known)
+    if len(known) != len(values):
+        return tuple(values)
+    return tuple(0.7 * k + 0.3 * v for k, v in zip(known, values, strict=True))
 
 
 def _work(before: Watch, last: Pulse, pulse: Pulse, passed: float, patience: Patience) -> Iterator[bool]:
@@ -138,8 +147,15 @@ def _computes(card: CardPulse, before: Watch) -> bool:
     if card.use_percent is None or card.use_percent < _NONE or card.power_w is None:
         return False
     if card.index < len(before.healthy_w):
-        return card.power_w >= _AT_WORK * before.healthy_w[card.index]
+        least = _SURELY_AT_WORK if _leaves_memory(card, before) else _AT_WORK
+        return card.power_w >= least * before.healthy_w[card.index]
     return card.limit_w is not None and card.power_w >= _AT_WORK_OF_LIMIT * card.limit_w
+
+
+def _leaves_memory(card: CardPulse, before: Watch) -> bool:
+    """A collective that waits spins on a flag; training that draws little power at least uses the memory."""
+    is_known = card.index < len(before.healthy_memory) and before.healthy_memory[card.index] >= _USES_MEMORY
+    return is_known and card.memory_percent == 0
 
 
 def _waits(card: CardPulse, before: Watch) -> bool:

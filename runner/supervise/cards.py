@@ -26,11 +26,12 @@ QUERY: Final = ",".join([
     "index",
     "uuid",
     "utilization.gpu",
+    "utilization.memory",
     "power.draw",
     "enforced.power.limit",
     *(f"clocks_throttle_reasons.{reason}" for reason in _REASONS),
 ])  # fmt: skip
-_NUM_FIELDS: Final = 5
+_NUM_FIELDS: Final = 6
 
 
 class Cards:
@@ -91,9 +92,16 @@ def _is_called(row: Sequence[str], name: str) -> bool:
 
 
 def _card(index: int, row: Sequence[str]) -> CardPulse:
-    use, power, limit = (_number(field) for field in row[2:_NUM_FIELDS])
+    use, memory, power, limit = (_number(field) for field in row[2:_NUM_FIELDS])
     held = [words for words, told in zip(_REASONS.values(), row[_NUM_FIELDS:], strict=True) if told == "Active"]
-    return CardPulse(index=index, use_percent=use, power_w=power, limit_w=limit, throttled=tuple(dict.fromkeys(held)))
+    return CardPulse(
+        index=index,
+        use_percent=use,
+        memory_percent=memory,
+        power_w=power,
+        limit_w=limit,
+        throttled=tuple(dict.fromkeys(held)),
+    )
 
 
 def _number(text: str) -> float | None:

@@ -31,7 +31,18 @@ class Training:
         return replace(self.pulse, at_s=self.now, ranks=ranks, progress=progress if self.step else "")
 
     def live(  # how the next `seconds` go; `cores` of each rank, steps as they come
-        self, seconds, *, step_s=None, cores=(0.0, 0.0), prints=False, io=0.0, watts=None, use=0, jump=EVERY_S, **pulse
+        self,
+        seconds,
+        *,
+        step_s=None,
+        cores=(0.0, 0.0),
+        prints=False,
+        io=0.0,
+        watts=None,
+        use=0,
+        memory=None,
+        jump=EVERY_S,
+        **pulse,
     ):
         ends, due = self.now + seconds, self.now
         self.pulse = replace(self.pulse, **pulse)
@@ -44,8 +55,11 @@ class Training:
                 replace(r, cpu_s=r.cpu_s + c * jump, io_bytes=r.io_bytes + int(io * jump))
                 for r, c in zip(self.ranks, cores, strict=False)
             ]
+            drawn = watts and watts + self.now % 7 / 100  # no two samples are the same
             cards = tuple(
-                CardPulse(index=r.rank, use_percent=use, power_w=watts, limit_w=700) for r in self.ranks if watts
+                CardPulse(index=r.rank, use_percent=use, memory_percent=memory, power_w=drawn, limit_w=700)
+                for r in self.ranks
+                if watts
             )
             size = self.pulse.log_bytes + (100 if prints else 0)
             self.pulse = replace(self.pulse, log_bytes=size, cards=cards)
@@ -122,6 +136,18 @@ def test_cards_that_are_busy_at_idle_power_wait():
     training.live(400, cores=(1.0, 1.0), use=100, watts=130)
 
     assert training.verdicts[0][1].reason.endswith("; cards at 100 % and 130 W, 100 % and 130 W")
+
+
+@pytest.mark.parametrize(("memory", "is_hang"), [(0, True), (12, False), (None, False)])
+def test_training_that_draws_little_is_told_from_a_wait_by_its_memory(memory, is_hang):
+    """
+    A wait draws 120 W, so power says nothing where training draws 200: but a wait leaves the card's memory alone.
+    """
+    training = Training().trained(use=90, watts=200, memory=15)
+
+    training.live(600, cores=(1.0, 1.0), use=100, watts=120, memory=memory)
+
+    assert is_hang == bool(training.verdicts)
 
 
 def test_power_before_training_is_not_that_of_training():

@@ -112,13 +112,13 @@ def test_the_table_of_cards_is_read():
     What is not told is not known; a card that is held down says why, once.
     """
     table = (
-        "0, GPU-aa, 100, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
-        "1, GPU-bb, [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
+        "0, GPU-aa, 100, 22, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
+        "1, GPU-bb, [N/A], [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
         "Unable to determine the device handle for GPU2: 0000:91:00.0: GPU is lost.\n"
     )
 
     assert (
-        CardPulse(index=0, use_percent=100.0, power_w=612.31, limit_w=700.0),
+        CardPulse(index=0, use_percent=100.0, memory_percent=22.0, power_w=612.31, limit_w=700.0),
         CardPulse(index=1, limit_w=700.0, throttled=("too hot", "hardware slowdown")),
     ) == parse(table)
 
@@ -138,7 +138,7 @@ def test_cards_are_numbered_as_training_does(visible, watts):
     What is on cards that the job cannot see says nothing about it.
     """
     rows = [
-        f"{at}, GPU-{c}{c}1, 9, {at}0, 700, Not Active, Not Active, Not Active, Not Active"
+        f"{at}, GPU-{c}{c}1, 9, 4, {at}0, 700, Not Active, Not Active, Not Active, Not Active"
         for at, c in enumerate("abcd")
     ]
 
@@ -152,7 +152,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path):
     Asking costs nothing while there is no answer, and the answer is taken when it comes.
     """
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, GPU-aa, 1, 2, 3, Active, Active, Active, Active'\n")
+    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, GPU-aa, 1, 2, 2, 3, Active, Active, Active, Active'\n")
     program.chmod(0o755)
     cards = Cards(str(program))
 
