@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 DUMP: Final = "flight_recorder_rank_"  # in the logs of an attempt: where torch is told to write
 _MAX_DUMP: Final = 16 << 20  # of 2000 collectives it is some 300 kB
+_LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
 _MAX_NAME: Final = 80
 _ENTRIES: Final = 5
 _KEPT: Final = ("process_group", "collective_seq_id", "seq_id", "profiling_name", "state", "input_sizes", "is_p2p")
@@ -42,9 +44,19 @@ def parse_dump(path: Path) -> list[Mapping[str, Any]]:
         dump = _Plain(io.BytesIO(path.read_bytes())).load()
         entries = dump.get("entries", []) if isinstance(dump, dict) else []
         found = entries if isinstance(entries, list) else []
-        return [{name: _short(entry.get(name)) for name in _KEPT} for entry in found if isinstance(entry, dict)]
+        return [_kept(entry) for entry in found if isinstance(entry, dict)]
     except Exception:  # noqa: BLE001  # a pickle from elsewhere may fail in any way; it is evidence, and not needed
         return []
+
+
+def _kept(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _short(entry.get(name)) for name in _KEPT} | {"place": _short(_place(entry.get("frames") or ()))}
+
+
+def _place(frames: Iterable[Mapping[str, Any]]) -> str:
+    """The line of the script that called it: frames come from the innermost on."""
+    own = next((frame for frame in frames if not _LIBRARY.search(str(frame["filename"]))), None)
+    return f"{own['name']} ({Path(str(own['filename'])).name}:{own['line']})" if own else ""
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401  # whatever is in a dump
@@ -78,9 +90,9 @@ def compare(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> Recorded:
 def _differ(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> dict[int, str]:
     known = set.intersection(*(set(entries) for entries in by_rank.values()))
     for sequence in sorted(known):
-        told = {rank: _operation(entries[sequence]) for rank, entries in sorted(by_rank.items())}
-        if len(set(told.values())) > 1:
-            return told
+        told = {rank: entries[sequence] for rank, entries in sorted(by_rank.items())}
+        if len({_operation(entry) for entry in told.values()}) > 1:
+            return {rank: ", in ".join(filter(None, (_operation(e), e.get("place")))) for rank, e in told.items()}
     return {}
 
 
@@ -106,7 +118,7 @@ def _operation(entry: Mapping[str, Any]) -> str:
 
 
 def tell_last(entries: Sequence[Mapping[str, Any]]) -> str:
-    names = ("collective_seq_id", "profiling_name", "state", "input_sizes")
+    names = ("collective_seq_id", "profiling_name", "state", "input_sizes", "place")
     return " | ".join(
         " ".join(f"{name}={str(entry.get(name))[:120]}" for name in names) for entry in entries[-_ENTRIES:]
     )

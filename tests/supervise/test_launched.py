@@ -52,7 +52,15 @@ def test_the_rank_that_failed_first_is_named(log):
     [
         ("asleep", Recorded(behind=1)),
         ("loader", Recorded(behind=1)),
-        ("mismatch", Recorded(differ={0: "all_reduce of [[16777216]]", 1: "all_gather"})),
+        (
+            "mismatch",
+            Recorded(
+                differ={
+                    0: "all_reduce of [[16777216]], in fault (failing.py:64)",
+                    1: "all_gather, in fault (failing.py:62)",
+                }
+            ),
+        ),
     ],
 )
 def test_dumps_of_real_ranks_that_hang_name_who_and_what(case, expected):

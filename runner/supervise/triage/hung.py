@@ -92,6 +92,7 @@ def explain(hang: Mapping[str, Any], seen: Evidence, sources: Sequence[Sequence[
     if differ := _differ(hang):
         chosen = replace(chosen, label="collective_mismatch", rank=None, confidence="high")
         why = "; ".join(f"rank {rank} is in {told}" for rank, told in differ.items())
+        places = {}  # since then they went on, and wait for their cards somewhere else
     elif rank is None and _are_apart(places.values()):
         chosen = replace(chosen, label="collective_mismatch", confidence="high")
         why = "; ".join(
