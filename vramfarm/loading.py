@@ -10,6 +10,7 @@ import math
 import mmap
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,11 @@ __all__ = ["DamagedError", "Reader"]
 class _File:
     """One shard. No byte of it leaves before its chunk was verified."""
 
-    def __init__(self, path: Path, source: Source) -> None:
-        self.source, self.name = source, source.name
-        self._path, self._shard = path, source.shard
+    def __init__(self, path: Path, shard: protocol.Shard) -> None:
+        self.source = Source(path, shard)
+        self.name = self.source.name
+        self._path, self._shard = path, shard
         self._mapped: _Mapped | None = None
-        shard = source.shard
         try:
             start = image.header_bytes(self._head(8), shard.size_bytes)
             self.placed = image.parse_header(self._head(start), shard.size_bytes)
@@ -94,10 +95,9 @@ class Reader:
             raise DamagedError(f"{stored.path.name}: expected {_ALGORITHM} checksums, got {self.manifest.algorithm!r}")
         self._parts: dict[str, list[_Part]] = {}
         self._queue: dict[Source, list[Run]] = defaultdict(list)
-        paths = [stored.path / shard.path for shard in self.manifest.shards]
-        sources = [Source(path, shard) for path, shard in zip(paths, self.manifest.shards, strict=True)]
-        for path, source in zip(paths, sources, strict=True):
-            file = _File(path, source)
+        with ThreadPoolExecutor(streaming.num_readers()) as pool:
+            files = list(pool.map(lambda shard: _File(stored.path / shard.path, shard), self.manifest.shards))
+        for file in files:
             for placed in file.placed:
                 self._parts.setdefault(placed.box.key, []).append(_Part(file, placed))
         for key, parts in self._parts.items():

@@ -85,8 +85,6 @@ class Source:
         weakref.finalize(self, os.close, self._fd)
         self._is_direct = False
         self._kept: dict[int, Buffer] = {}
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self._fd, 0, _CHUNK, os.POSIX_FADV_WILLNEED)  # the header, soon
 
     def be_direct(self) -> None:
         """From here on. Until then what is read is there for the other ranks, too."""
@@ -100,6 +98,8 @@ class Source:
     def keep(self, chunk: int) -> memoryview:
         """Read a chunk ahead and return its bytes."""
         if chunk not in self._kept:
+            with contextlib.suppress(OSError):  # in one piece: reading bit by bit is slow
+                os.posix_fadvise(self._fd, chunk * _CHUNK, _CHUNK, os.POSIX_FADV_WILLNEED)
             buffer = Buffer()
             self.read(chunk, buffer)
             self._kept[chunk] = buffer
