@@ -26,8 +26,8 @@ from torch import Tensor
 from vramfarm import protocol
 from vramfarm.checksum import crc32
 
-MOST_READERS: Final = 8
-LEAST_READERS: Final = 4  # they wait for the disk, not for a processor
+MOST_READERS: Final = 8  # of all ranks together: a disk that is asked for more at a time gives less
+LEAST_READERS: Final = 2  # of each: one sums while another waits
 _CHUNK: Final = protocol.CHUNK_BYTES
 _UNREADABLE: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 
@@ -56,9 +56,8 @@ def check(name: str, shard: protocol.Shard, chunk: int, raw: memoryview) -> None
 
 
 def num_readers() -> int:
-    """This rank's share of the processors, and enough to keep a disk busy."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MOST_READERS, max(LEAST_READERS, len(os.sched_getaffinity(0)) // ranks))
+    """This rank's share of what keeps a disk busy, whatever the number of processors: they wait for the disk."""
+    return max(LEAST_READERS, MOST_READERS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Buffer:

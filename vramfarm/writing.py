@@ -23,7 +23,7 @@ from vramfarm import protocol
 from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
-IN_FLIGHT: Final = 5  # pieces of a shard; now and then one of them is being summed
+IN_FLIGHT: Final = 8  # pieces of a shard; measured: with 4 to 6 a disk had rests, since some are being summed
 _BLOCK: Final = 4096
 _POLITE: Final = 10  # niceness; the disk's queue follows it
 _SYNC_FILE_RANGE_WRITE: Final = 2

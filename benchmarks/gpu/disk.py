@@ -118,8 +118,8 @@ def main():
     for worker in workers:
         worker.start()
     sums = [answers.get(timeout=60)[1] for _ in workers]
-    kinds = [("plain memory", d) for d in (1, 4, 8, 16)] + [("memory file", d) for d in (4, 8)]
-    kinds += [("ours", d) for d in (4, 6, 8, 16)] + [("read", d) for d in (2, 4, 8, 16)]
+    kinds = [("plain memory", d) for d in (1, 4)] + [("memory file", d) for d in (4, 8)]
+    kinds += [("ours", d) for d in (4, 5, 8)] + [("read", d) for d in (2, 4, 8)]
     found = {kind: [] for kind in kinds}
     for _ in range(arguments.rounds):
         for kind in kinds:
