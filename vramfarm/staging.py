@@ -79,19 +79,26 @@ def piece_of(  # noqa: PLR0913  # a tensor and its place
         raise StateError(f"{key}: cannot be saved: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
     if is_dtensor(tensor):
         return _piece_of_dtensor(key, tensor, dtype, _group_of(key, ranks_of(tensor), world_size, meshes))
-    if type(tensor) not in _PLAIN:
-        raise StateError(f"{key}: cannot be saved: a tensor of type {type(tensor).__qualname__}")
+    _expect_plain(key, tensor)
     shape = tuple(tensor.shape)
     box = Box(key, dtype, shape, (0,) * len(shape))
     return Piece(box, tensor.detach(), shape, copy=rank, copies=world_size, spread=spread)
 
 
+def _expect_plain(key: str, tensor: Tensor) -> None:
+    """Another kind of tensor shows a type and a shape, and its bytes are elsewhere."""
+    if type(tensor) not in _PLAIN:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise StateError(f"{key}: cannot be saved: a tensor of type {kind}, whose bytes only that type knows")
+
+
 def piece_of_range(key: str, found: Range, *, world_size: int, meshes: Meshes, holder: Tensor | None = None) -> Piece:
     """The same of a tensor in a flat parameter, or of a state that lies as that does."""
     holder = found.holder if holder is None else holder
+    _expect_plain(key, holder)
     dtype = DTYPES.get(holder.dtype)
-    if dtype is None or type(holder) not in _PLAIN:
-        raise StateError(f"{key}: cannot be saved: a tensor of type {type(holder).__qualname__} and {holder.dtype}")
+    if dtype is None:
+        raise StateError(f"{key}: cannot be saved: a tensor of {holder.dtype}")
     copy, copies = copy_of(key, found, world_size, meshes)
     whole, *edges = [
         Piece(
@@ -145,6 +152,7 @@ def _group_of(key: str, ranks: tuple[int, ...], world_size: int, meshes: Meshes)
 
 def _piece_of_dtensor(key: str, tensor: Any, dtype: str, group: tuple[int, int]) -> Piece:  # noqa: ANN401  # as above
     mesh, placements = tensor.device_mesh, tensor.placements
+    _expect_plain(key, tensor._local_tensor)  # noqa: SLF001  # to_local() may wait
     if any(p.is_partial() for p in placements):
         raise StateError(f"{key}: cannot be saved: a DTensor with a pending reduction")
     shape, offsets = local_box(tensor)

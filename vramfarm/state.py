@@ -256,8 +256,38 @@ def plan_module(reader: Reader, prefix: str, module: nn.Module, extra: Mapping[s
             targets[key].copy_(value)
         for one, value in decoded:
             one.set_extra_state(value)
+        _expect_filled(reader, prefix, module, targets)
 
     return len(targets), then
+
+
+def _expect_filled(reader: Reader, prefix: str, module: nn.Module, targets: Mapping[str, Any]) -> None:
+    """A state_dict may give tensors that are made for the occasion, as a quantized layer does: what they are filled with is lost."""
+    there = {int(one.untyped_storage().data_ptr()) for one in _held(module)}
+    made = {
+        key: tensor
+        for key, tensor in targets.items()
+        if not isinstance(tensor, Range) and staging.local_of(tensor).untyped_storage().data_ptr() not in there
+    }
+    if not made:
+        return
+    now = {f"{prefix}.{name}": value for name, value in named_state(module)}
+    lost = [key for key, tensor in made.items() if not torch.equal(_bytes_of(now[key]), _bytes_of(tensor))]
+    if lost:
+        raise StateError(
+            f"{reader.manifest.ref.name}: {_some(set(lost))}: the module makes them anew for its state_dict, so they cannot be put "
+            "back; build it from what it was built from then"
+        )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return staging.local_of(tensor).contiguous().view(-1).view(torch.uint8)
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    for one in module.modules():
+        yield from (staging.local_of(p) for p in one._parameters.values() if p is not None)  # noqa: SLF001  # tensors of FSDP1 are no parameters now and then
+        yield from (staging.local_of(b) for b in one._buffers.values() if b is not None)  # noqa: SLF001
 
 
 def _has_extra(module: nn.Module) -> bool:

@@ -16,11 +16,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from vramfarm import Checkpointer, flat, folder
 from vramfarm.loading import Reader
+from vramfarm.state import Snapshot
 from vramfarm.typed import StateError
 
 warnings.simplefilter("ignore")
@@ -172,6 +175,10 @@ def not_torn(root):
     say("replaced parameters are saved as they are", is_saved(newest(root), run.whole()))
 
 
+class Odd(torch.Tensor):
+    """Who knows what its bytes are."""
+
+
 def refusals(root):
     class Blocks(torch.optim.SGD):
         """Keeps a number for each four elements that a rank has."""
@@ -190,6 +197,10 @@ def refusals(root):
         "refused: state of a rank's own",
         "absmax: cannot be saved" in why(lambda: Checkpointer(run.model, optimizer, dir=root / "own")),
     )
+    mesh = init_device_mesh("cpu", (2,))
+    odd = DTensor.from_local(torch.ones(3).as_subclass(Odd), mesh, [Shard(0)])
+    said = why(lambda: Snapshot(dist.get_rank(), 2).add("weight", odd))
+    say("refused: a DTensor of what we do not know", "weight: cannot be saved: a tensor of type __main__.Odd" in said)
     handle = run.model._handle
     run.model._handle = "another"
     say("refused: another torch", "is not as we know it" in why(lambda: flat.flats(run.model)))

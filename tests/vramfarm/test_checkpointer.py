@@ -173,6 +173,59 @@ def test_parameters_in_another_order_keep_their_own_state(tmp_path):
     assert same(before, {name: turned.state[net.get_parameter(name)] for name in order})
 
 
+class Packed(nn.Module):
+    """Says in its state_dict what it holds elsewhere, as quantized layers do."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.scale = scale
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor([self.scale, float("nan")])
+
+
+def test_what_cannot_be_put_back_in_place_is_refused_where_it_differs(tmp_path):
+    """
+    A tensor that a module makes for its state_dict alone is filled in vain: fine if it is the same, else refused by name.
+    """
+    ckpt = Checkpointer(Packed(3.0), dir=tmp_path)
+    ckpt.step()
+    ckpt.finish()
+
+    Checkpointer(Packed(3.0), dir=tmp_path).finish()
+    with pytest.raises(StateError, match=r"model\.scale: the module makes them anew for its state_dict"):
+        Checkpointer(Packed(4.0), dir=tmp_path)
+
+
+class EightBit(torch.optim.Optimizer):
+    """Keeps bytes, a table that all parameters share, the largest number of each block, and a count that is no tensor."""
+
+    table = torch.linspace(-1, 1, 256)
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99)})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            blocks = -(-p.numel() // 4)
+            state["state1"] = torch.randint(0, 256, p.shape, dtype=torch.uint8)
+            state |= {"step": state.get("step", 0) + 1, "qmap1": self.table, "absmax1": torch.rand(blocks)}
+
+
+def test_an_optimizer_that_keeps_bytes(tmp_path):
+    """
+    State of another type and of other shapes than the weights comes back as it was.
+    """
+    model, optimizer, _ = train(tmp_path, 2, optimizer_of=lambda m: EightBit(m.parameters()))
+    again = EightBit(model.parameters())
+    Checkpointer(model, again, dir=tmp_path / "checkpoints").finish()
+
+    assert same(optimizer.state_dict()["state"], again.state_dict()["state"])
+
+
 def test_wrappers_do_not_change_names(tmp_path):
     """
     Saved compiled and with activation checkpoints, loaded plain, and loaded compiled again.
