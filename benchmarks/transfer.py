@@ -210,7 +210,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--line-mb-s", type=int, default=20, help="of the line for the lag")
+    parser.add_argument("--restore-only", action="store_true", help="of the others; ours stores what all fetch")
+    parser.add_argument("--line-mb-s", type=int, default=5, help="of the line for the lag")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as name:
         work = Path(name)
@@ -218,7 +219,7 @@ def main():
         server = S3Server(work / "server")
         server.start()
         try:
-            results = measure(server, work, folder, names, args.rounds)
+            results = measure(server, work, folder, names, args)
             lags = measure_lag(server, work, args)
         finally:
             server.stop()
@@ -228,29 +229,45 @@ def main():
     )
 
 
-def measure(server, work, folder, names, rounds):
-    env, results = _env(), {}
-    for number in range(rounds):
-        found = [*clients().items()]
-        for client, make in found[number % len(found) :] + found[: number % len(found)]:
-            prefix = f"{number}-{client.partition(',')[0]}"
-            for what in ("up", "down"):
-                there = folder if what == "up" else work / "down"
-                shutil.rmtree(work / "down", ignore_errors=True)
-                (work / "down").mkdir()
-                os.sync()
-                took = run(make(what, server.endpoint, BUCKET, prefix, str(there), names), env)
-                took = (*took, took[0] + (_fsync(there) if what == "down" else 0))
-                results.setdefault((client, what), []).append(took)
-                print(
-                    f"round {number + 1} {client} {what}: {took[0]:.1f} s, {took[1]:.1f} CPU-s, {took[2]:.0f} MB",
-                    file=sys.stderr,
-                )
-            objects = server.client()
-            for page in objects.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix):
-                for entry in page.get("Contents", []):
-                    objects.delete_object(Bucket=BUCKET, Key=entry["Key"])
+def measure(server, work, folder, names, args):
+    """Every client up, ours last; then every client down, all of them what ours has stored."""
+    results, found = {}, clients()
+    for number in range(args.rounds):
+        turned = [*found][number % len(found) :] + [*found][: number % len(found)]
+        for client in [name for name in turned if name != "ours" and not args.restore_only] + ["ours"]:
+            _forget(server)
+            _note(results, client, "up", _one(found[client], "up", server, "x", folder, names))
+        for client in turned:
+            shutil.rmtree(work / "down", ignore_errors=True)
+            (work / "down").mkdir()
+            prefix = "x" if client == "ours" else f"x/job/checkpoints/{folder.name}"
+            took = _one(found[client], "down", server, prefix, work / "down", names)
+            _note(results, client, "down", took and (*took[:3], took[0] + _fsync(work / "down")))
     return results
+
+
+def _one(make, what, server, prefix, there, names):  # noqa: PLR0917  # as `run` has them
+    """What it took, and nothing if it failed."""
+    os.sync()
+    try:
+        took = run(make(what, server.endpoint, BUCKET, prefix, str(there), names), _env())
+    except AssertionError as error:
+        print(f"failed: {str(error)[-500:]}", file=sys.stderr)
+        return None
+    return (*took, took[0])
+
+
+def _note(results, client, what, took):
+    if took is not None:
+        results.setdefault((client, what), []).append(took)
+        print(f"{client} {what}: {took[0]:.1f} s, {took[1]:.1f} CPU-s, {took[2]:.0f} MB", file=sys.stderr)
+
+
+def _forget(server):
+    objects = server.client()
+    for page in objects.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="x"):
+        for entry in page.get("Contents", []):
+            objects.delete_object(Bucket=BUCKET, Key=entry["Key"])
 
 
 def _env():
@@ -271,7 +288,7 @@ def _fsync(folder):
 
 def measure_lag(server, work, args):
     """From a committed checkpoint to one that the store has confirmed and lists, by a process that starts then."""
-    folder, names = make_checkpoint(work / "lag" / "checkpoints", min(args.shard_mib, 128) << 20)
+    folder, names = make_checkpoint(work / "lag" / "checkpoints", min(args.shard_mib, 32) << 20)
     line, lags = args.line_mb_s * 1e6, []
     for number in range(2):
         with FaultProxy(server.endpoint) as proxy:
@@ -290,13 +307,23 @@ def tell(results, size_gb, args):
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     medians = {key: [statistics.median(column) for column in zip(*rows, strict=True)] for key, rows in results.items()}
     for client in sorted(dict.fromkeys(client for client, _ in results), key=lambda name: name != "ours"):
-        cells = []
-        for what in ("up", "down"):
-            (took, cpu, peak, synced), (our_took, our_cpu, *_) = medians[client, what], medians["ours", what]
-            cells += [f"{size_gb / took:.3f}"]
-            cells += [f"{size_gb / synced:.3f}"] if what == "down" else []
-            cells += [f"{our_took / took:.2f}", f"{cpu / size_gb:.2f}", f"{cpu / our_cpu:.2f}", f"{peak:.0f}"]
+        cells = [cell for what in ("up", "down") for cell in _cells(medians, client, what, size_gb)]
         print(f"| {client} | {' | '.join(cells)} |")
+
+
+def _cells(medians, client, what, size_gb):
+    if (client, what) not in medians:
+        return [""] * (5 if what == "up" else 6)
+    (took, cpu, peak, synced), (our_took, our_cpu, *_) = medians[client, what], medians["ours", what]
+    then = [f"{size_gb / synced:.3f}"] if what == "down" else []
+    return [
+        f"{size_gb / took:.3f}",
+        *then,
+        f"{our_took / took:.2f}",
+        f"{cpu / size_gb:.2f}",
+        f"{cpu / our_cpu:.2f}",
+        f"{peak:.0f}",
+    ]
 
 
 if __name__ == "__main__":

