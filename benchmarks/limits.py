@@ -132,6 +132,27 @@ class Limits:
             list(pool.map(act, range(0, self._padded, PIECE)))
 
 
+def read_directly(paths):
+    """Seconds of a direct read of all these files together into memory that is there: of 4 and 8 pieces in flight the better."""
+    sizes = {path: -(-path.stat().st_size // PIECE) * PIECE for path in paths}
+    memory = mmap.mmap(-1, sum(sizes.values()))
+    for at in range(0, len(memory), mmap.PAGESIZE):
+        memory[at] = 1
+    pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, PIECE)]
+    view = memoryview(memory)
+    work = [(path, at, view[i * PIECE : (i + 1) * PIECE]) for i, (path, at) in enumerate(pieces)]
+    files = {path: os.open(path, os.O_RDONLY | _direct(path.parent)) for path in paths}
+    seconds = []
+    for depth in (4, 8):
+        started = time.perf_counter()
+        with ThreadPoolExecutor(depth) as pool:
+            list(pool.map(lambda one: os.preadv(files[one[0]], [one[2]], one[1]), sorted(work, key=lambda one: one[1])))
+        seconds.append(time.perf_counter() - started)
+    for fd in files.values():
+        os.close(fd)
+    return min(seconds)
+
+
 def _direct(folder):
     """O_DIRECT where the filesystem has it."""
     probe = folder / f"probe-{os.getpid()}"
