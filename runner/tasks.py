@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from runner.adapters.frameworks import Save, framework_name, get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import find_server, with_secrets
+from runner.adapters.secrets import find_values
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
@@ -328,17 +329,11 @@ def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def tell(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Never tried again: by then it would be news no more."""
     progress(0.0, "telling")
-    urls = [value for name in arguments["names"] if (value := _secret(name))]
+    urls = list(find_values(arguments["names"], os.environ).values())
     answers = notify_all(urls, arguments["message"])
     if troubles := [f"{name}: {answer}" for name, answer in zip(arguments["names"], answers, strict=False) if answer]:
         raise JobError("; ".join(troubles), hint="nobody may have heard of it")
     return {"summary": f"{len(urls)} told"}
-
-
-def _secret(name: str) -> str:
-    with suppress(OSError, ValueError):
-        return os.environ.get(name) or Path("/run/secrets", name).read_text().strip()
-    return ""
 
 
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:

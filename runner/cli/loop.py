@@ -25,6 +25,7 @@ from typing import IO, Any, Final
 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import SECRETS, find_server, with_secrets
+from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import record_refusal
@@ -325,7 +326,7 @@ def refuse_missing(setting: Setting) -> None:
     if setting.missing:
         raise JobError(
             f"secrets: no value for {', '.join(setting.missing)}",
-            hint="set it in the container's environment, or mount a file of that name into /run/secrets",
+            hint=f"set it in the container's environment, or mount a file of that name into {FOLDER}",
         )
 
 
@@ -349,19 +350,6 @@ def _uneven(job: Job, num_procs: int) -> str:
     """Why this number of cards is refused: the global batch would be another."""
     split = None if job.batch is None else split_batch(job.batch, num_procs)
     return split.reason if isinstance(split, Uneven) else ""
-
-
-def find_values(names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, str]:
-    """Of the secrets that have one."""
-    found = {name: env.get(name) or _secret_file(name) for name in names}
-    return {name: value for name, value in found.items() if value}
-
-
-def _secret_file(name: str) -> str:
-    try:
-        return Path("/run/secrets", name).read_text().strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _digest(value: object) -> str:

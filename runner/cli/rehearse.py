@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
+from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
@@ -262,10 +263,8 @@ class _Rehearsal:
         )
 
     def _try_notify(self) -> None:
-        from runner.cli.loop import find_values  # noqa: PLC0415  # it brings the whole loop
-
         urls = find_values(self._real.notify, self._env)
-        told = {name: "no value in the environment or /run/secrets" for name in self._real.notify if name not in urls}
+        told = {name: f"no value in the environment or {FOLDER}" for name in self._real.notify if name not in urls}
         name = self._real.name
         message = {
             "event": "rehearsal",

@@ -28,6 +28,7 @@ from typing import Any, Final
 from runner.adapters.providers import vramfarm, with_secrets
 from runner.adapters.providers.contract import Keep
 from runner.adapters.providers.http import make_send
+from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.dates import DATE_VARIABLE
 from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
@@ -94,6 +95,7 @@ def _price(text: str) -> Decimal:
 def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
     loaded = load_job(args.config, env)
+    env |= find_values((*loaded.job.secrets, *loaded.job.notify), env)
     _check(loaded, env)
     check_script(loaded)
     with _alone(loaded.job.name) as record:
@@ -124,7 +126,8 @@ def _check(loaded: LoadedJob, env: Mapping[str, str]) -> None:
         )
     if missing := [name for name in (*job.secrets, *job.notify) if not env.get(name)]:
         raise JobError(
-            f"secrets: no value for {', '.join(missing)}", hint="set them for this command: it passes them on"
+            f"secrets: no value for {', '.join(missing)}",
+            hint=f"set them for this command, or put them into {FOLDER}: it passes them on",
         )
 
 
@@ -394,7 +397,7 @@ class _Submission:
             "disk_gb": disk_gb(job, offer),
             "label": self._label,
             "restart_policy": "always",
-            "deadline_at": (ends_at + _MARGIN).isoformat(timespec="minutes"),
+            "deadline_at": (ends_at + _MARGIN).replace(second=0, microsecond=0).isoformat(),
             "deadline_save": {"path": WORKSPACE},
         }
 

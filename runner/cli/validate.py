@@ -14,6 +14,7 @@ from typing import Final
 
 from runner.adapters.frameworks import framework_name
 from runner.adapters.launchers import Launch, check_command, split_command
+from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
@@ -34,7 +35,6 @@ from runner.job import (
 from runner.policy.resume import is_elsewhere
 from runner.words import size
 
-_SECRETS_FOLDER: Final = Path("/run/secrets")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
 _FILLED: Final = (
     *("workspace", "name", "date", "config_dir"),
@@ -224,6 +224,7 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
         yield "limits.on_limit: at the limit the server stops even with checkpoints that are only on its disk"
     if job.name == "job":
         yield "name: not set; a second job without a name is refused as a changed one"
+    there = find_values((*job.secrets, *job.notify), env)
     for name in (*job.secrets, *job.notify):
-        if name not in env and not (_SECRETS_FOLDER / name).exists():
-            yield f"{name}: not in the environment here, nor in {_SECRETS_FOLDER}"
+        if name not in there:
+            yield f"{name}: not in the environment here, nor in {FOLDER}"

@@ -43,6 +43,31 @@ def run(house: Farmhouse, tmp_path: Path):
     return run
 
 
+@pytest.fixture
+def secret() -> Iterator[str]:
+    """The name of a secret that is there as a file, as Docker and Kubernetes mount them."""
+    path = Path("/run/secrets", f"TEST_{os.getpid()}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("from-a-file\n")
+    except OSError as error:
+        pytest.skip(f"no secret can be put there: {error}")
+    yield path.name
+    path.unlink()
+
+
+def test_a_secret_that_is_a_file_is_found(run, secret):
+    """
+    As `run` reads it on the machine: what is in the way then is the price.
+    """
+    done = run(
+        "submit", job=f"{JOB}offload: {{to: 'file:///tmp/none'}}\nsecrets: [{secret}]\nprovider: {{max_price: 0.10}}\n"
+    )
+
+    assert 3 == done.returncode, done.stderr
+    assert "more than 0.1" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "env", "code", "expected"),
     [

@@ -13,6 +13,7 @@ from typing import Final
 
 from runner.adapters.providers import command, docker, runpod, vast, vramfarm
 from runner.adapters.providers.contract import Answer, Keep, Provider, Reply, Send
+from runner.adapters.secrets import FOLDER, find_values
 from runner.facts import Server
 
 __all__ = [
@@ -41,7 +42,6 @@ PROVIDERS: Final[Mapping[str, Provider]] = {
 SECRETS: Final = (vramfarm.KEY, runpod.KEY, vast.KEY)  # never handed to the training command
 NAMES: Final = frozenset(name for module in (vramfarm, runpod, vast, docker, command) for name in module.NAMES)
 """By which a server and its key are found; where all of them are empty there is none."""
-_SECRETS_FOLDER: Final = Path("/run/secrets")
 _INIT: Final = Path("/proc/1/environ")  # a session over SSH has not what the provider told PID 1
 
 
@@ -55,7 +55,7 @@ def find_server(env: Mapping[str, str], kind: str = "auto") -> Server | None:
     return next((server for server in found if server is not None), None)
 
 
-def with_secrets(env: Mapping[str, str], folder: Path = _SECRETS_FOLDER, init: Path = _INIT) -> dict[str, str]:
+def with_secrets(env: Mapping[str, str], folder: Path = FOLDER, init: Path = _INIT) -> dict[str, str]:
     """
     The environment, with what PID 1 was told of the server and the providers' keys that came as
     files. Read once: the disk may be gone later.
@@ -63,9 +63,7 @@ def with_secrets(env: Mapping[str, str], folder: Path = _SECRETS_FOLDER, init: P
     return {**_of_init(init), **_of_files(folder), **env}
 
 
-def keyrings(
-    env: Mapping[str, str], folder: Path = _SECRETS_FOLDER, init: Path = _INIT
-) -> tuple[Mapping[str, str], ...]:
+def keyrings(env: Mapping[str, str], folder: Path = FOLDER, init: Path = _INIT) -> tuple[Mapping[str, str], ...]:
     """
     The same with each key that there is: first as the environment has it, then as files and PID 1 do.
     A key that was set for something else must not hide the one that stops the server.
@@ -89,7 +87,7 @@ def with_each(rings: Sequence[Mapping[str, str]], act: Callable[[Mapping[str, st
 
 
 def _of_files(folder: Path) -> dict[str, str]:
-    return {name: value for name in SECRETS if (value := _read(folder / name).strip())}
+    return find_values(SECRETS, {}, folder)
 
 
 def _of_init(path: Path) -> dict[str, str]:
