@@ -56,6 +56,7 @@ class Farmhouse:
     def rent(self, args: list[str], **wish: Any) -> str:
         """Rent the smallest machine for a process; returns the server's id."""
         body = {**WISH, "image": self.image, "args": args, **wish}
+        body = {name: value for name, value in body.items() if value is not None}
         reply = self.call("POST", "/servers", body, Idempotency_Key=f"test-key-{next(_numbers)}")
         assert 201 == reply.status, reply.body
         return str(json.loads(reply.body)["id"])

@@ -8,12 +8,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import AfterValidator
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
@@ -23,8 +23,11 @@ from runner.simulator.gate import App, Gate
 from runner.simulator.model import (
     Activity,
     Advance,
+    Country,
     Faults,
     Machine,
+    Moment,
+    Money,
     Save,
     SaveSpec,
     ServerCreate,
@@ -35,7 +38,17 @@ from runner.simulator.model import (
 from runner.simulator.problem import Problem
 
 _REMEMBERED_S: Final = 86_400
+
+
+def _card_count(number: int) -> int:
+    if number not in {1, 2, 4, 8}:
+        raise ValueError("must be 1, 2, 4 or 8")
+    return number
+
+
 ServerId = Annotated[str, Query(pattern=r"^srv_[a-z0-9]{6,32}$")]
+AtLeast = Annotated[int, Query(ge=1)]
+CardCount = Annotated[int, AfterValidator(_card_count)]
 Limit = Annotated[int, Query(ge=1, le=200)]
 Cursor = Annotated[str, Query(max_length=256)]
 Key = Annotated[str, Header(alias="Idempotency-Key", min_length=8, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
@@ -57,17 +70,17 @@ def _add_machines(api: FastAPI, farm: Farm) -> None:
     @api.get("/v1/machines", operation_id="listMachines")
     def list_machines(  # noqa: PLR0913, PLR0917  # the operation's own filters
         gpu: Annotated[list[str], Query()] = [],  # noqa: B006  # FastAPI copies it
-        count: int | None = None,
-        min_vram_gb: int = 0,
-        min_ram_gb: int = 0,
-        min_cpu_cores: int = 0,
-        min_disk_gb: int = 0,
-        min_rental_days: int = 0,
-        min_pcie_gb_s: float = 0,
-        country: Annotated[list[str], Query()] = [],  # noqa: B006  # as above
+        count: CardCount | None = None,
+        min_vram_gb: AtLeast = 1,
+        min_ram_gb: AtLeast = 1,
+        min_cpu_cores: AtLeast = 1,
+        min_disk_gb: AtLeast = 1,
+        min_rental_days: AtLeast = 1,
+        min_pcie_gb_s: Annotated[float, Query(gt=0, allow_inf_nan=False)] = 0.001,
+        country: Annotated[list[Country], Query()] = [],  # noqa: B006  # as above
         min_driver: Annotated[str, Query(pattern=r"^\d+(\.\d+){0,2}$")] = "0",
         min_cuda: Annotated[str, Query(pattern=r"^\d+\.\d+$")] = "0.0",
-        max_price: Decimal | None = None,
+        max_price: Money | None = None,
         sort: Annotated[str, Query(pattern="^-?(price|vram|pcie)$")] = "price",
         limit: Limit = 50,
         cursor: Cursor = "",
@@ -208,8 +221,8 @@ def _add_account(api: FastAPI, farm: Farm) -> None:
     @api.get("/v1/usage", operation_id="listUsage")
     def list_usage(
         server_id: ServerId | None = None,
-        from_: Annotated[datetime | None, Query(alias="from")] = None,
-        to: datetime | None = None,
+        from_: Annotated[Moment | None, Query(alias="from")] = None,
+        to: Moment | None = None,
         limit: Limit = 50,
         cursor: Cursor = "",
     ) -> dict[str, Any]:

@@ -4,12 +4,24 @@ The nouns of the assumed API, as they go over the wire.
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StringConstraints,
+    ValidationInfo,
+    model_validator,
+)
+
+STORED: Final = "stored"  # the context in which what was once accepted is read back
 
 Country = Annotated[str, StringConstraints(pattern=r"^[A-Z]{2}$")]
 Cuda = Annotated[str, StringConstraints(pattern=r"^\d+\.\d+$")]
@@ -18,10 +30,13 @@ Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
 Value = Annotated[str, StringConstraints(max_length=32_768)]
 
 
+_DECIMAL: Final = re.compile(r"[0-9]+(\.[0-9]{1,4})?")
+
+
 def _money(value: object) -> object:
-    if isinstance(value, int | float):
-        raise ValueError("must be a decimal text such as '2.36'")  # noqa: TRY004  # pydantic makes a message of it
-    return value
+    if isinstance(value, Decimal) or (isinstance(value, str) and _DECIMAL.fullmatch(value)):
+        return value
+    raise ValueError("must be a decimal text such as '2.36'")
 
 
 Money = Annotated[Decimal, BeforeValidator(_money), Field(ge=0, max_digits=20, decimal_places=4)]
@@ -38,8 +53,33 @@ Number = Annotated[float, BeforeValidator(_whole)]
 Count = Annotated[Literal[1, 2, 4, 8], BeforeValidator(_whole)]
 
 
+def _moment(value: object) -> object:
+    if isinstance(value, datetime) or (isinstance(value, str) and _RFC3339.fullmatch(value)):
+        return value
+    raise ValueError("must be a moment such as '2026-01-31T23:59:59Z'")
+
+
+_RFC3339: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)")
+Moment = Annotated[datetime, BeforeValidator(_moment)]
+
+
 class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+class Asked(Wire):
+    """What clients send. A field may be left out; null is a value, and only of those named `nullable`."""
+
+    nullable: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_a_value(cls, fields: Any, info: ValidationInfo) -> Any:  # noqa: ANN401  # JSON
+        if info.context != STORED and isinstance(fields, dict):
+            nulls = [name for name, value in fields.items() if value is None and name not in cls.nullable]
+            if nulls:
+                raise ValueError(f"{', '.join(nulls)}: may be left out, and is never null")
+        return fields
 
 
 class State(StrEnum):
@@ -83,13 +123,13 @@ class Machine(Wire):
     available: bool = True
 
 
-class SaveSpec(Wire):
+class SaveSpec(Asked):
     path: str = Field(max_length=1024, pattern=r"^/[^\x00]*$")
     name: Label | None = None
 
 
 class IdleSetting(Wire):
-    enabled: bool
+    enabled: StrictBool
 
 
 class RegistryAuth(Wire):
@@ -97,7 +137,9 @@ class RegistryAuth(Wire):
     password: str
 
 
-class ServerCreate(Wire):
+class ServerCreate(Asked):
+    nullable = frozenset({"deadline_save"})
+
     kind: Literal["docker_image", "pytorch_jupyter"]
     machine_id: str | None = None
     gpu: str | None = None
@@ -119,7 +161,7 @@ class ServerCreate(Wire):
     restore_save_id: str | None = None
     restart_policy: Policy = Policy.ALWAYS
     idle_detection: IdleSetting | None = None
-    deadline_at: datetime | None = None
+    deadline_at: Moment | None = None
     deadline_save: SaveSpec | None = None
     label: Label | None = None
 
@@ -136,14 +178,24 @@ class ServerCreate(Wire):
         return self
 
 
-class ServerUpdate(Wire):
+class ServerUpdate(Asked):
+    nullable = frozenset({"deadline_at", "deadline_save"})
+
     label: Label | None = None
     idle_detection: IdleSetting | None = None
-    deadline_at: datetime | None = None
+    deadline_at: Moment | None = None
     deadline_save: SaveSpec | None = None
 
+    @model_validator(mode="after")
+    def _changes_something(self) -> ServerUpdate:
+        if not self.model_fields_set:
+            raise ValueError("needs a field at least")
+        return self
 
-class StopRequest(Wire):
+
+class StopRequest(Asked):
+    nullable = frozenset({"save"})
+
     save: SaveSpec | None
     on_save_failure: Literal["keep_running", "stop_anyway"] = "keep_running"
     grace_seconds: Whole = Field(default=30, ge=0, le=300)
@@ -213,7 +265,7 @@ class Server(Wire):
     actions: list[str] = []
 
 
-class Activity(Wire):
+class Activity(Asked):
     gpu_util_percent: Number | None = Field(default=None, ge=0, le=100)
     ssh_connections: Whole | None = Field(default=None, ge=0)
     jupyter_connections: Whole | None = Field(default=None, ge=0)
@@ -255,7 +307,7 @@ class Email(Wire):
     subject: str
 
 
-class Fault(Wire):
+class Fault(Asked):
     operation: str
     kind: Literal["status", "timeout", "reset", "drop_after_commit", "html_body", "slow"]
     status: Whole = Field(default=503, ge=400, le=599)

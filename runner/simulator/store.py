@@ -13,6 +13,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
+from runner.simulator.model import STORED
+
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS document (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -73,12 +75,15 @@ class Store:
 
     def get(self, model: type[Document], id_: str) -> Document | None:
         body = self.text(model.__name__, id_)
-        return None if body is None else model.model_validate_json(body)
+        return None if body is None else model.model_validate_json(body, context=STORED)
 
     def all(self, model: type[Document], owner: str | None = None) -> list[Document]:
         """Oldest first."""
         query = "SELECT body FROM document WHERE kind = ? AND (? IS NULL OR owner = ?) ORDER BY number"
-        return [model.model_validate_json(body) for (body,) in self._rows(query, model.__name__, owner, owner)]
+        return [
+            model.model_validate_json(body, context=STORED)
+            for (body,) in self._rows(query, model.__name__, owner, owner)
+        ]
 
     def delete(self, model: type[BaseModel], id_: str) -> None:
         with self.transaction():

@@ -79,10 +79,22 @@ def test_a_launch_that_cannot_be_is_refused_with_a_code(house: Farmhouse, change
     """
     key = f"refused-{abs(hash(str(change)))}"
 
-    reply = house.call("POST", "/servers", {**WISH, "args": ["true"], **change}, Idempotency_Key=key)
+    wish = {name: value for name, value in {**WISH, "args": ["true"], **change}.items() if value is not None}
+    reply = house.call("POST", "/servers", wish, Idempotency_Key=key)
 
     assert (status, code) == (reply.status, _fields(reply)["code"]), reply.body
     assert "application/problem+json" == reply.headers["content-type"]
+
+
+@pytest.mark.parametrize("part", [{"label": None}, {"deadline_save": {"path": "/workspace", "name": None}}], ids=str)
+def test_null_is_not_the_same_as_left_out(house: Farmhouse, part):
+    """
+    Only where the contract makes a value of it.
+    """
+    reply = house.call("POST", "/servers", {**WISH, **part}, Idempotency_Key=f"null-{len(str(part))}-0001")
+
+    assert (422, "validation_error") == (reply.status, _fields(reply)["code"])
+    assert "is never null" in _fields(reply)["detail"]
 
 
 def test_a_request_that_is_no_json_or_has_no_key_is_malformed(house: Farmhouse):
