@@ -419,7 +419,7 @@ class Limits(Model):
     )
     max_cost: SomeMoney | None = Field(
         default=None,
-        description="For the whole run, all machines together, in the provider's currency: price times whole minutes, fifteen at least a server.",
+        description="For the whole run, all machines together, in the provider's currency, as the provider bills: VRAMfarm whole minutes, fifteen at least a server; others the seconds used.",
     )
     on_limit: OnLimit = Field(
         default=OnLimit.KEEP_DATA,

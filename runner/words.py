@@ -63,7 +63,7 @@ from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
 from runner.policy.limits import reserve
-from runner.policy.money import billed
+from runner.policy.money import billed, tariff_of
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
 from runner.supervise.attempt import PREVENTION
 
@@ -101,7 +101,7 @@ def cost(
     """What this server and the earlier ones have cost by their prices; None without a price."""
     if server is None or not server.price_per_hour or first_boot_at is None:
         return f"{earlier} EUR" if earlier else None
-    amount = billed(Decimal(server.price_per_hour), (now - first_boot_at).total_seconds())
+    amount = billed(Decimal(server.price_per_hour), (now - first_boot_at).total_seconds(), tariff_of(server.provider))
     return f"{amount + earlier} {server.currency}"
 
 
@@ -605,6 +605,7 @@ def _spendings(history: History, seen: Observed, around: Surroundings) -> tuple[
     known = Machine(
         id=seen.machine or "here",
         where=around.run_dir,
+        provider=server.provider if server else "",
         server=server.id if server else "",
         price_per_hour=server.price_per_hour if server else "",
         currency=server.currency if server else "EUR",

@@ -21,7 +21,7 @@ from runner.job import Batch, format_duration
 from runner.policy.batch import Split, Uneven, split_batch
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence
 from runner.policy.fleet import CardKind, advise, find_card, holders, link_gb_per_s, usual_offers
-from runner.policy.money import billed
+from runner.policy.money import VRAMFARM, billed
 from runner.policy.planning import (
     CONTEXT_BYTES,
     GB,
@@ -82,7 +82,7 @@ def _measured(status: Mapping[str, Any], price: list[str] | None) -> dict[str, A
     if not rate:
         return None
     seconds = steps / rate if steps else None
-    cost = [str(billed(Decimal(amount), seconds)) for amount in price] if price and seconds else None
+    cost = [str(billed(Decimal(amount), seconds, VRAMFARM)) for amount in price] if price and seconds else None
     return {"step_s": 1 / rate, "max_steps": int(steps) or None, "seconds": seconds, "cost": cost}
 
 
@@ -206,14 +206,14 @@ def _of_whole_run(asked: Asked, work: Workload, price: list[str], gain: tuple[fl
             compute_s(work, asked.card.teraflops) * asked.tokens / (work.per_card * work.accumulation * work.sequence)
         )
         times = [alone_s / gain[1], alone_s / gain[0]]
-        cost = [str(billed(cheap, times[0])), str(billed(dear, times[1]))]
+        cost = [str(billed(cheap, times[0], VRAMFARM)), str(billed(dear, times[1], VRAMFARM))]
         return {"run": {"tokens": asked.tokens, "seconds": times, "cost": cost}}
     if asked.duration:
         seconds = asked.duration.total_seconds()
         return {
             "run": {
                 "at_most": format_duration(asked.duration),
-                "cost": [str(billed(cheap, seconds)), str(billed(dear, seconds))],
+                "cost": [str(billed(cheap, seconds, VRAMFARM)), str(billed(dear, seconds, VRAMFARM))],
             }
         }
     return {}

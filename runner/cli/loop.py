@@ -40,7 +40,7 @@ from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
 from runner.policy.actions import End
 from runner.policy.batch import Uneven, split_batch
-from runner.policy.guard import PAID_ANYWAY
+from runner.policy.money import tariff_of
 from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
@@ -358,7 +358,7 @@ def _digest(value: object) -> str:
 
 def _tell_deadline(job: Job, folder: RunFolder, setting: Setting, lifeline: Lifeline, at: datetime) -> None:
     soon, server = datetime.now(UTC) + _LAST_MINUTE, setting.server
-    paid = PAID_ANYWAY.get(server.provider, timedelta()) if server else timedelta()
+    paid = tariff_of(server.provider).minimum if server else timedelta()
     if server is None or (setting.paid_from and soon <= setting.paid_from + paid):
         at = max(at, soon)  # it costs nothing: let the runner say what happened, and not be ended in the middle of it
     keep = None if job.limits.on_limit is OnLimit.STOP_ANYWAY else job.finish.save_folder

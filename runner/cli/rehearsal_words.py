@@ -10,7 +10,7 @@ from typing import Any, Final, assert_never
 from runner.facts import Checkpoint, History, Observed, Server
 from runner.job import Job
 from runner.policy.limits import ends
-from runner.policy.money import billed
+from runner.policy.money import billed, tariff_of
 from runner.policy.rehearsal import Check, Mark, Result, crash_costs_s
 from runner.words import size, span, tell_cadence, tell_end
 
@@ -120,7 +120,9 @@ def night(  # noqa: PLR0913  # called once, all by name
     yield tell_end(job, history, seen, server)
     left_s = (at - now).total_seconds()
     price = Decimal(server.price_per_hour) if server and server.price_per_hour else None
-    money = "" if price is None or server is None else f": at most {billed(price, left_s)} {server.currency}"
+    money = ""
+    if price is not None and server is not None:
+        money = f": at most {billed(price, left_s, tariff_of(server.provider))} {server.currency}"
     yield f"until the limit ({why}) {span(left_s)}{money or ', no price known'}"
     if advice := tell_cadence(job, history, seen):
         yield advice

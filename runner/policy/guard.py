@@ -16,10 +16,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from runner.facts import Server, ServerState
+from runner.policy.money import tariff_of
 
 EARLY_ENDS: Final = frozenset({1, 2, 3, 4, 5})  # exit codes that a person wants to look at
 DEFAULT_LIMIT: Final = timedelta(hours=24)
-PAID_ANYWAY: Final[Mapping[str, timedelta]] = {"vramfarm": timedelta(minutes=15)}  # others bill what was used
 MAX_DEATHS: Final = 5
 
 
@@ -140,7 +140,7 @@ def hold_until(end: End, armed: Armed, now: datetime, override: str) -> datetime
     if seconds is not None:
         until = now + timedelta(seconds=min(seconds, 1e9))
     elif end.code in EARLY_ENDS:
-        paid = PAID_ANYWAY.get(armed.rented.provider) if armed.rented else None
+        paid = tariff_of(armed.rented.provider).minimum if armed.rented else timedelta()
         until = armed.first_boot_at + paid if paid else now
     else:
         until = now

@@ -16,7 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine
-from runner.policy.money import billed
+from runner.policy.money import billed, tariff_of
 from vramfarm.protocol import Ref
 
 FORMAT: Final = 1
@@ -74,7 +74,8 @@ def cost(machine: Machine) -> Decimal:
     """What it has cost until it was last seen; nothing where nobody bills."""
     if not machine.price_per_hour:
         return Decimal(0)
-    return billed(Decimal(machine.price_per_hour), (machine.seen_at - machine.paid_from).total_seconds())
+    seconds = (machine.seen_at - machine.paid_from).total_seconds()
+    return billed(Decimal(machine.price_per_hour), seconds, tariff_of(machine.provider))
 
 
 def sum_up(machines: tuple[Machine, ...], *, but: str) -> Earlier:

@@ -6,7 +6,7 @@ from zoneinfo import ZoneInfo
 
 from runner.facts import Earlier, History, Observed, Server
 from runner.job import Limits
-from runner.policy.money import affordable
+from runner.policy.money import affordable, tariff_of
 
 DEFAULT_DURATION = timedelta(hours=24)
 _LEAST = timedelta(seconds=30)
@@ -43,7 +43,7 @@ def ends(
     if limits.until:
         found.append((next_time(limits.until, opened_at), "limits.until"))
     if limits.max_cost is not None and server and server.price_per_hour:
-        money = affordable(limits.max_cost - earlier.cost, Decimal(server.price_per_hour))
+        money = affordable(limits.max_cost - earlier.cost, Decimal(server.price_per_hour), tariff_of(server.provider))
         found.append(((paid_from or opened_at) + money, "limits.max_cost"))
     if not found:
         found.append((opened_at + DEFAULT_DURATION, "24 hours, where limits say nothing"))

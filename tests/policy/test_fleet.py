@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.policy.fleet import CARDS, advise, find_card, holders, link_gb_per_s, usual_offers
-from runner.policy.money import billed
+from runner.policy.money import VRAMFARM, billed
 from runner.policy.planning import GB, Strategy, Workload, fits
 
 S = Strategy
@@ -64,7 +64,7 @@ def test_whole_minutes_are_billed_at_least_fifteen(minutes, expected):
     """
     8 x H100 at 31.20 an hour.
     """
-    assert Decimal(expected) == billed(Decimal("31.20"), minutes * 60)
+    assert Decimal(expected) == billed(Decimal("31.20"), minutes * 60, VRAMFARM)
 
 
 def test_one_bigger_card_comes_first():

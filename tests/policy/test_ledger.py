@@ -27,7 +27,7 @@ from runner.policy.actions import Begin, Join
 from runner.policy.ledger import Running, cost, describe_machine, dump, merge, parse, sum_up
 from runner.policy.lifecycle import decide
 from runner.policy.limits import deadline, ends
-from runner.policy.money import affordable
+from runner.policy.money import affordable, billed, tariff_of
 from runner.storage import journal as events
 from runner.storage.journal import fold
 from tests.simworld import START, TURN, Elsewhere, boot
@@ -42,7 +42,8 @@ def attempt(number, **more):
 
 
 def machine(name, *numbers, hours=1.0, **more):
-    known = {"opened_at": START, "paid_from": START, "seen_at": START + hours * HOUR, "price_per_hour": "12"}
+    times = {"opened_at": START, "paid_from": START, "seen_at": START + hours * HOUR}
+    known = {**times, "provider": "vramfarm", "price_per_hour": "12"}
     return Machine(id=name, attempts=tuple(attempt(number) for number in numbers), **(known | more))
 
 
@@ -128,20 +129,41 @@ def test_a_run_that_was_reopened_counts_from_there():
 
 
 @pytest.mark.parametrize(
-    ("amount", "price", "minutes"),
+    ("provider", "amount", "price", "minutes"),
     [
-        pytest.param("12", "12", 60, id="an hour"),
-        pytest.param("10.99", "12", 54, id="whole minutes"),
-        pytest.param("0.01", "12", 15, id="what is paid anyway is used"),
-        pytest.param("0", "12", 0, id="nothing left"),
-        pytest.param("-3", "12", 0, id="less than nothing"),
+        pytest.param("vramfarm", "12", "12", 60, id="an hour"),
+        pytest.param("vramfarm", "10.99", "12", 54, id="whole minutes"),
+        pytest.param("vramfarm", "0.01", "12", 15, id="what is paid anyway is used"),
+        pytest.param("vramfarm", "0", "12", 0, id="nothing left"),
+        pytest.param("vramfarm", "-3", "12", 0, id="less than nothing"),
+        pytest.param("runpod", "10.99", "12", 54.95, id="whole seconds"),
+        pytest.param("vast", "0.01", "12", 0.05, id="nothing is paid anyway"),
+        pytest.param("vast", "9999999", "0.0001", 365 * 24 * 60, id="a year at most"),
     ],
 )
-def test_how_long_money_lasts(amount, price, minutes):
+def test_how_long_money_lasts(provider, amount, price, minutes):
     """
-    Never a minute more than it buys, but the fifteen that any start costs.
+    Never a step more than it buys, but the minimum that any start costs.
     """
-    assert timedelta(minutes=minutes) == affordable(Decimal(amount), Decimal(price))
+    assert timedelta(minutes=minutes) == affordable(Decimal(amount), Decimal(price), tariff_of(provider))
+
+
+@pytest.mark.parametrize(
+    ("provider", "seconds", "amount"),
+    [
+        ("vramfarm", 61, "7.80"),
+        ("vramfarm", 901, "8.32"),
+        ("runpod", 61, "0.53"),
+        ("runpod", 60.5, "0.53"),
+        ("vast", 3600, "31.20"),
+        ("docker", 0, "0.00"),
+    ],
+)
+def test_a_bill_is_counted_as_the_provider_counts(provider, seconds, amount):
+    """
+    VRAMfarm begun minutes and fifteen of them at least, the others begun seconds: 8 x H100 at 31.20 an hour.
+    """
+    assert Decimal(amount) == billed(Decimal("31.20"), seconds, tariff_of(provider))
 
 
 def test_limits_count_over_all_machines():
