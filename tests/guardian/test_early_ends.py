@@ -17,6 +17,7 @@ from tests.providers.clouds import RunPod, serving
 
 RUN = (sys.executable, "-I", guardian.__file__)
 JOB = "name: small\ncommand: python3 train.py\nlauncher: command\n"
+CPU = JOB + "cpu_processes: 1\nrestart: {initial_delay: 0s}\n"
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_every_early_end_stops_the_server(house: Farmhouse, run, job, code, said
 
     assert code == now["container"]["exit_code"], house.log(server)
     assert said in house.log(server)
+
+
+def test_a_server_whose_run_another_one_has_stops_only_itself(house: Farmhouse, run, tmp_path: Path):
+    """
+    The lease is the other's, which goes on training; nobody pays for two.
+    """
+    (tmp_path / "store").mkdir()
+    job = f"{CPU}offload: {{to: 'file://{tmp_path}/store'}}\n"
+    first = run(job)
+    wait_until(lambda: "launch attempt 1" in house.log(first), 60)
+
+    second = run(job)
+
+    now = house.wait_stopped(second, 180)
+    assert 5 == now["container"]["exit_code"], house.log(second)
+    assert f"another runner has this run: server {first}" in house.log(second)
+    assert "running" == house.server(first)["state"]
+    house.stop(first)
 
 
 def test_an_early_end_is_held_for_the_minutes_that_are_paid_anyway(house: Farmhouse, run):
