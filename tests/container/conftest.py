@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.container.engine import PROJECT, Box, build, why_no_engine
+from tests.container.engine import PROJECT, Box, build, build_base, build_product, why_no_engine
 from tests.farmhouse import Farmhouse, wait_until
 
 # A server is a process for the simulator; the container stands beside it, with what that process was told.
@@ -39,13 +39,13 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def torch_base(engine: None) -> str:
     """A base image as public ones are: Python with torch."""
-    return build("-", dockerfile=(PROJECT / "tests/container/torch.Dockerfile").read_text())
+    return build_base()
 
 
 @pytest.fixture(scope="session")
 def image(torch_base: str) -> str:
     """The product on that base."""
-    return build("--build-arg", f"BASE_IMAGE={torch_base}", str(PROJECT))
+    return build_product(torch_base)
 
 
 @pytest.fixture

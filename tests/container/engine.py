@@ -64,6 +64,16 @@ def build(*arguments: str, dockerfile: str | None = None) -> str:
     return name
 
 
+def build_base() -> str:
+    """A base image as public ones are: Python with torch."""
+    return build("-", dockerfile=(PROJECT / "tests/container/torch.Dockerfile").read_text())
+
+
+def build_product(base: str) -> str:
+    """Our image on that base."""
+    return build("--build-arg", f"BASE_IMAGE={base}", str(PROJECT))
+
+
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Test processes share the builder's cache: the first builds, the others find it built."""
