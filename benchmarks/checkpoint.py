@@ -7,7 +7,7 @@ A training of feed-forward blocks, or of a transformer, under FSDP2 with AdamW. 
 one engine, steps until the save is done; then the next engine. A step ends when the device has finished it and all
 ranks know. Written are DIR/NAME.json and DIR/NAME.md.
 
-Restarts are processes of their own: from the start of torchrun to the end of the first step, with a checkpoint and in
+Restarts are processes of their own: from the start of the ranks to the end of their first step, with a checkpoint and in
 an empty folder. The difference is what the checkpoint costs.
 """
 
@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from engines import Ours, build
+from gpu.drive import finish_ranks, launch_ranks
 from gpu.model import Model, driver, loss_of, shard
 from limits import PIECE, Limits, read_directly
 from torch import nn
@@ -233,19 +233,16 @@ def restart(arguments, name, folder, last):
 
 
 def first_step_of_a_process(arguments, order):
-    order = json.dumps(order | {"began": time.time()})
-    argv = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    options = [one for one in sys.argv if one != "--compile"]  # its seconds differ by more than what is measured
-    argv += [str(dist.get_world_size()), *options, "--first-step", order]
-    env = {k: v for k, v in os.environ.items() if k not in AGENTS and not k.startswith("TORCHELASTIC_")}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=arguments.save_limit_s, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("first step: ")]
+    log = Path(arguments.dir) / "first-step.log"
+    log.unlink(missing_ok=True)
+    options = [one for one in sys.argv[1:] if one != "--compile"]  # its seconds differ by more than what is measured
+    options += ["--first-step", json.dumps(order | {"began": time.time()})]
+    ranks = launch_ranks(dist.get_world_size(), Path(__file__).resolve(), options, log)
+    code = finish_ranks(ranks, arguments.save_limit_s)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("first step: ")]
     if not lines:
-        raise RuntimeError(f"restart: exit {done.returncode}: {done.stderr[-500:]}")
+        raise RuntimeError(f"restart: exit {code}: {log.read_text()[-500:]}")
     return json.loads(lines[0].removeprefix("first step: "))
-
-
-AGENTS = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"})
 
 
 def first_step(arguments, device):
@@ -324,11 +321,11 @@ def main():
     for name in arguments.engines or [None]:
         engines += build([name] if name else [], training.model, training.optimizer, folder, say)
     for number in range(arguments.rounds):
-        for kind in ("copy", "write", "read"):
+        for kind in ("copy", "write", *(["read"] if arguments.restarts else [])):
             results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
         results["limits"]["beside_s"].append(write_beside(training, limits))
         limits.tidy()
-        say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items()}) }")
+        say(f"limits { ({k: round(v[-1], 3) for k, v in results['limits'].items() if v}) }")
         for engine in list(engines):
             late = time.perf_counter() - begun > arguments.limit_s and not (isinstance(engine, Ours) and number == 0)
             if number >= engine.rounds or agree(late, device):
@@ -371,7 +368,7 @@ def main():
                 say(f"restart {engine.name}: { ({k: [round(s, 2) for s in v] for k, v in found.items()}) }")
             except Exception as error:  # noqa: BLE001  # the other figures count
                 say(f"restart {engine.name}: {error!r}")
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))  # by gloo: a card that waits would be in the way of those that are timed
     write(arguments, results, total, training)
     for engine in engines:
         if not isinstance(engine, Ours):
@@ -410,7 +407,7 @@ def write(arguments, results, total, training):
 
 def table(about, results):
     total = about["bytes"]
-    limit = {k: statistics.median(v) for k, v in results["limits"].items()}
+    limit = {k: statistics.median(v) for k, v in results["limits"].items() if v}
     where = f"{about['date']}, {about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, driver {about['driver']}"
     lines = [
         f"{where}; {total / 1e9:.2f} GB of state, a step of {step_of(results):.3f} s; {' '.join(about['argv'])}",
@@ -420,8 +417,11 @@ def table(about, results):
         f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | | {total / limit['copy_s'] / 1e9:.2f} | | |",
         f"| limit: direct write, fsynced | | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | yes | |",
         f"| limit: the same while the training goes on | | | | | {spread(results['limits']['beside_s'])} | {total / limit['beside_s'] / 1e9:.2f} | yes | |",
-        f"| limit: direct read | | | | | {spread(results['limits']['read_s'])} | {total / limit['read_s'] / 1e9:.2f} | | |",
     ]
+    if "read_s" in limit:
+        lines.append(
+            f"| limit: direct read | | | | | {spread(results['limits']['read_s'])} | {total / limit['read_s'] / 1e9:.2f} | | |"
+        )
     for name, rows in results["rows"].items():
         good = [row for row in rows if "failed" not in row]
         if not good:

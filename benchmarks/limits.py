@@ -34,7 +34,7 @@ class Limits:
         self._view = memoryview(self._memory)
         self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
         self._direct = _direct(self._path.parent)
-        self._depths = [1, 4, 8]
+        self._depths = [1, 4]
         self._write_s = {}
         self._read_s = {}
         self._host = None

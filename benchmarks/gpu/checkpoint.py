@@ -4,7 +4,7 @@ The tables of benchmarks/checkpoint.py that two cards are for, one after the oth
     python benchmarks/gpu/checkpoint.py FOLDER [--only peers transformer large] [--limit-s 780]
 
 peers: 12.9 GB, all engines that are installed. transformer: 12.8 GB, bf16 with fp32 master state, compiled, fused AdamW,
-gradients accumulated; and restarts. large: 45 GB, ours and the best of the peers; the disk needs room for two of them.
+gradients accumulated; and restarts. large: 35 GB, ours alone.
 Without cards the same, small.
 """
 
@@ -14,14 +14,14 @@ import sys
 import time
 from pathlib import Path
 
-from drive import HERE, finish, has_cards, launch, tail, torchrun
+from drive import HERE, finish_ranks, has_cards, launch_ranks, tail
 
 TABLES = {
     "peers": "--dim 4096 --layers 8 --batch 24 --rounds 2 --restarts 1 --limit-s 330",
     "transformer": "--model transformer --dim 4096 --layers 4 --tokens 2048 --batch 4 --accumulate 2 --optimizer fused --compile "
-    "--engines vramfarm --rounds 2 --restarts 2 --limit-gb 3",
-    "large": "--model transformer --dim 8192 --layers 4 --tokens 2048 --batch 2 --accumulate 2 --optimizer foreach "
-    "--engines vramfarm torch_checkpointing --rounds 1 --restarts 0 --limit-gb 2 --limit-s 100",
+    "--engines vramfarm --rounds 1 --restarts 1 --limit-gb 2",
+    "large": "--model transformer --dim 8192 --layers 3 --tokens 2048 --batch 2 --accumulate 2 --optimizer foreach "
+    "--engines vramfarm --rounds 1 --restarts 0 --limit-gb 2",
 }
 SMALL = {
     "peers": "--dim 128 --layers 2 --batch 1 --tokens 8 --rounds 1 --restarts 0 --engines vramfarm dcp.save",
@@ -46,7 +46,7 @@ def main():
         left = arguments.limit_s - (time.monotonic() - began)
         script = str(HERE.parent / "checkpoint.py")
         where = ["--name", f"checkpoint-{name}", "--dir", str(folder), "--out", str(folder)]
-        code = finish(launch(torchrun(2, script, [*options, *where]), log), min(LIMIT_S[name], left))
+        code = finish_ranks(launch_ranks(2, script, [*options, *where], log), min(LIMIT_S[name], left))
         shutil.rmtree(folder / "bench", ignore_errors=True)
         print(f"== {name}: exit {code}\n{tail(log, 40)}", flush=True)
         pages.append(f"### {name}\n\n{page.read_text() if page.exists() else 'no table came out'}")

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -21,9 +23,11 @@ def has_cards():
 
 
 def environment():
+    """Of a process that is started here, also by one that torchrun started."""
+    outer = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
-        **os.environ,
+        **outer,
         "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
@@ -48,13 +52,38 @@ def torchrun(num_processes, script, arguments):
 
 
 def launch(argv, log, **more):
-    mark = os.urandom(8).hex()
+    mark = f"{os.environ.get(MARK, '')}/{os.urandom(4).hex()}"  # what it starts in turn is its, too
     with Path(log).open("ab") as file:
         process = subprocess.Popen(
             argv, env=environment() | more | {MARK: mark}, stdout=file, stderr=file, start_new_session=True
         )
     process.mark = mark
     return process
+
+
+def launch_ranks(num_ranks, script, arguments, log):
+    """The same without torchrun, which needs three seconds to begin and two to end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = str(listening.getsockname()[1])
+    argv = [sys.executable, "-W", "ignore", str(HERE / script), *arguments]
+    base = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [launch(argv, log, **base, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(num_ranks)]
+
+
+def finish_ranks(processes, limit_s):
+    """The exit code of the first that failed, 0 if none did. One that fails ends all."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            end(process, 1)
+            process.returncode = process.returncode or -9
+    return next((process.returncode for process in processes if process.returncode), 0)
 
 
 def finish(process, limit_s):
@@ -81,7 +110,7 @@ def end(process, patience_s=10):
 
 def _kill_marked(folder, mark):
     try:
-        if mark in (folder / "environ").read_bytes().split(b"\0"):
+        if any(one.startswith(mark) for one in (folder / "environ").read_bytes().split(b"\0")):
             os.kill(int(folder.name), signal.SIGKILL)
     except OSError:  # gone, or not ours
         return

@@ -1,7 +1,7 @@
 """
 One training on two cards, then on one, then on two again: the same weights, the same batches, each sample once.
 
-    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 16] [--size "--layers 8 --hidden 1024 …"]
+    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 12] [--size "--layers 8 --hidden 1024 …"]
 
 Each part trains as many steps, saves its end and is gone; the next one goes on from there. Compared are checksums of
 every whole tensor as it is in the training before and after the change, and in the checkpoint between them.
@@ -15,9 +15,10 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from drive import LARGE, SMALL, finish, has_cards, launch, lines, tail, torchrun
+from drive import SMALL, finish_ranks, has_cards, launch_ranks, lines, tail
 
 RANKS = (2, 1, 2)
+LARGE = "--layers 4 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 16 --global-batch 32"
 
 
 def train(folder, part, arguments, limit_s):
@@ -26,9 +27,9 @@ def train(folder, part, arguments, limit_s):
         *arguments.size.split(),
         *("--out", str(folder / f"part-{part}")),
         *("--steps", str(arguments.steps * (part + 1))),
-        *("--dir", str(folder / "checkpoints"), "--interval", "24h", "--digest"),
+        *("--dir", str(folder / "checkpoints"), "--interval", "24h", "--digest", "--quit"),
     ]
-    return finish(launch(torchrun(RANKS[part], "train.py", options), folder / f"part-{part}.log"), limit_s)
+    return finish_ranks(launch_ranks(RANKS[part], "train.py", options, folder / f"part-{part}.log"), limit_s)
 
 
 def stored(folder):
@@ -150,7 +151,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--limit-s", type=float, default=90 if has_cards() else 300)
-    parser.add_argument("--steps", type=int, default=16, help="of each part")
+    parser.add_argument("--steps", type=int, default=12, help="of each part")
     parser.add_argument("--size", default=LARGE if has_cards() else SMALL)
     parser.add_argument("--samples", type=int, default=100_000, help="as train.py has it")
     return parser.parse_args()

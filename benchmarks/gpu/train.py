@@ -144,6 +144,8 @@ def main():
             time.sleep(arguments.pause)
     events.add(event="ended", step=ckpt.start_step, digest=digest(model, optimizer) if arguments.digest else None)
     dist.barrier()
+    if arguments.quit:
+        os._exit(0)
     dist.destroy_process_group()
 
 
@@ -154,6 +156,7 @@ def parse_arguments():
     parser.add_argument("--interval", default="", help="between saves, likewise")
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--quit", action="store_true", help="end at once when all is done: two seconds of tidying less")
     parser.add_argument("--pause", type=float, default=0.0)
     defaults = {"steps": 100, "layers": 2, "hidden": 128, "vocabulary": 512, "sequence": 64, "per-card": 4}
     for name, default in {**defaults, "global-batch": 8, "samples": 100_000}.items():
