@@ -1,7 +1,7 @@
 """
 What is saved equals the tensors at the save's step, bit for bit, while training goes on at full speed.
 
-    python benchmarks/gpu/check_bytes.py FOLDER [--cases fsdp2 "no protection"] [--limit-s 90]
+    python benchmarks/gpu/check_bytes.py FOLDER [--cases fsdp2 "no protection"] [--limit-s 150]
 
 Each case trains with almost no work between two optimizer steps, so a copy that is not protected is torn: one case
 takes the protection away, and must go wrong for the others to mean anything. Without cards nothing is hidden, and
@@ -317,7 +317,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), metavar="CASE", help="; ".join(CASES))
-    parser.add_argument("--limit-s", type=float, default=90 if HAS_CARD else 300)
+    parser.add_argument("--limit-s", type=float, default=150 if HAS_CARD else 300)
     return parser.parse_args()
 
 
