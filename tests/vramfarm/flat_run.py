@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from vramfarm import Checkpointer, flat, folder
+from vramfarm import Checkpointer, copies, flat, folder
 from vramfarm.loading import Reader
 from vramfarm.state import Snapshot
 from vramfarm.typed import StateError
@@ -156,14 +156,18 @@ def not_torn(root):
     def versions():
         return [one._version for one in guards]
 
+    layout = run.ckpt._take().layout
+    plan = copies._Plan(memoryview(bytearray(layout.size_bytes)), layout)
+    beside, torn = copies._Copy([], plan._kept), copies._Copy([], plan._kept)
     before = versions()
     run.model(torch.randn(2, 3, 4, 4)).mean().backward()
+    say("guard: a copy beside forward and backward is true", beside.wait() == "")
     run.optimizer.step()  # through the parameters: their own versions count
     say("guard: forward, backward and step leave the flat parameters alone", versions() == before)
     for parameter in run.model.parameters():
         parameter.data = parameter.data * 2
     run.model(torch.randn(2, 3, 4, 4)).mean().backward()
-    say("guard: it sees what torch writes back", versions() != before)
+    say("guard: it sees what torch writes back", versions() != before and "changed outside" in torn.wait())
     before = versions()
     with FullyShardedDataParallel.summon_full_params(run.model):
         next(run.model.parameters()).data.mul_(2)

@@ -95,7 +95,7 @@ def test_another_torch_has_the_fsdp1_that_we_know(python, tmp_path):
     checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     assert [] == [check for check in checks if not check["same"]]
-    assert len(checks) in {31, 37}, said  # with a reader of its own
+    assert len(checks) in {32, 38}, said  # with a reader of its own
 
 
 @pytest.mark.skipif(len(PYTHONS) < 2, reason="one interpreter: it need not have a reader")

@@ -105,7 +105,7 @@ def test_fsdp1_with_all_that_it_may_be_combined_with(tmp_path):
     checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     assert [] == [check for check in checks if not check["same"]]
-    assert 37 == len(checks), said
+    assert 38 == len(checks), said
 
 
 def batch_of(line):
