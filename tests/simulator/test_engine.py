@@ -141,7 +141,7 @@ def test_a_simulator_that_is_killed_finds_its_containers_again(tmp_path: Path, i
     Where an engine has the image servers are containers, and stay so; each line names the container.
     """
     first = Simulate(tmp_path / "farm", "--image", image)
-    second = None
+    second, server = None, "none"
     try:
         url, key = (first.wait_for(pattern)[1] for pattern in (r"listens on (\S+)", r"account key: (\S+)"))
         server = Farmhouse(url, _Account(key), image).rent(SLEEP, restart_policy="always")
@@ -163,7 +163,7 @@ def test_a_simulator_that_is_killed_finds_its_containers_again(tmp_path: Path, i
         for simulate in filter(None, (first, second)):
             if simulate.process.poll() is None:
                 simulate.end(signal.SIGKILL)
-        for left in client.containers.list(all=True, filters={"ancestor": image, "label": FARM}):
+        for left in _of(client, server):
             left.remove(force=True)
             client.volumes.get(left.name).remove(force=True)
 
