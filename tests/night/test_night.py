@@ -119,6 +119,13 @@ class Host:
         )
         return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
+    def stored(self) -> bytes:
+        """All that the store has of these nights."""
+        client = self._store.client()
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{self._folder.name}/")
+        keys = [one["Key"] for page in pages for one in page.get("Contents", [])]
+        return b"\n".join(client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys)
+
     def servers(self) -> list[Any]:
         """Oldest first."""
         return [rented.server for rented in reversed(self.house.farm.servers())]
@@ -177,6 +184,10 @@ def test_a_night_over_three_machines(any_host: Host):
     attempts = [attempt for machine in machines for attempt in machine["attempts"]]
     assert [1, 2] == [attempt["number"] for attempt in attempts]
     assert [None, True] == [attempt["resume"] and attempt["resume"]["step"] > 0 for attempt in attempts]
+    stored = host.stored()
+    assert good.id.encode() in stored
+    keys = [host.house.farm.account_key, *(rented.key for rented in host.house.farm.servers())]
+    assert [] == [key for key in keys if key.encode() in stored]
     rentals = len(host.servers())
     assert (0, "succeeded") == (host.submit()[0], host.submit()[1]["outcome"])
     assert rentals == len(host.servers())
