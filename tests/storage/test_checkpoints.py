@@ -2,7 +2,9 @@
 
 import json
 import os
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -312,3 +314,17 @@ def run_until_power_loss(change) -> bool:
     except PowerLoss:
         return False
     return True
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", None], ids=["in memory", "on a disk"])
+def test_blocks_of_any_size_are_written_where_they_belong(tmp_path, folder):
+    """
+    Directly or not: whole pages, the end of a file, and a place that is no whole number of pages.
+    """
+    content = os.urandom((2 << 20) + 4096 + 77)
+    with tempfile.TemporaryDirectory(dir=folder or tmp_path) as name:
+        path = Path(name) / "shard"
+        Disk().write_blocks(path, 8192, [content[: 1 << 20], content[1 << 20 :]])
+        Disk().write_blocks(path, 3, [b"abc", b"", b"de"])
+
+        assert bytes(3) + b"abcde" + bytes(8184) + content == path.read_bytes()
