@@ -47,7 +47,7 @@ def measure(args, strategy, device, *, fused):
         model = Model(args.layers, args.hidden, args.vocabulary, recompute=args.recompute)
     count = sum(p.numel() for p in model.parameters())
     model = spread(model, strategy, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused and device.type == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=(fused and device.type == "cuda") or None)
     tokens = torch.randint(args.vocabulary, (args.per_card, args.sequence), device=device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
