@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import time
+import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from engines import Ours, build
 from gpu.drive import finish_ranks, launch_ranks
 from gpu.model import Model, driver, loss_of, shard
-from limits import PIECE, Limits, read_directly
+from limits import Limits, read_directly
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -213,7 +214,7 @@ def used_bytes():
 def restart(arguments, name, folder, last):
     """Seconds from the start of a process to its first step: with the engine's checkpoint, and without one."""
     found = {"with": [], "without": [], "restore": [], "loop_with": [], "loop_without": [], "read": []}
-    shards = [path for path in Path(last or folder).rglob("*") if path.is_file() and path.stat().st_size > PIECE]
+    shards = [path for path in Path(last or folder).rglob("*") if path.suffix != ".json" and path.is_file()]
     for number in range(arguments.restarts):
         found["read"].append(read_directly(shards))
         for kind in ("without", "with"):
@@ -370,6 +371,7 @@ def main():
                 results["restart"][engine.name] = found
                 say(f"restart {engine.name}: { ({k: [round(s, 2) for s in v] for k, v in found.items()}) }")
             except Exception as error:  # noqa: BLE001  # the other figures count
+                traceback.print_exc()
                 say(f"restart {engine.name}: {error!r}")
         dist.all_reduce(torch.zeros(1))  # by gloo: a card that waits would be in the way of those that are timed
     write(arguments, results, total, training)

@@ -135,7 +135,7 @@ class Limits:
 def read_directly(paths):
     """Seconds of a direct read of all these files together into memory that is there: of 4 and 8 pieces in flight the better."""
     sizes = {path: -(-path.stat().st_size // PIECE) * PIECE for path in paths}
-    memory = mmap.mmap(-1, sum(sizes.values()))
+    memory = mmap.mmap(-1, max(sum(sizes.values()), PIECE))
     for at in range(0, len(memory), mmap.PAGESIZE):
         memory[at] = 1
     pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, PIECE)]
