@@ -122,9 +122,9 @@ class RealWorld:
         self._staged = is_staged([item.to for item in self._job.data], folder.root, setting.data_digest)
         self._only_here: tuple[str, ...] | None = None
         self._saved: tuple[Path, ...] = ()
-        self._alarm = Alarm()
-        self.leaving = threading.Event()
         self.checkpoints.root.mkdir(parents=True, exist_ok=True)
+        self._alarm = Alarm({folder.root: "stop", self.checkpoints.root: "step-"})
+        self.leaving = threading.Event()
 
     def close(self) -> None:
         """All slow work ends, the store gets a last word, and then the lease is given back."""

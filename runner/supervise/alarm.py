@@ -1,22 +1,49 @@
-"""How the loop sleeps: for a while, until it is called, or until a process that it watches ends."""
+"""How the loop sleeps: for a while, until it is called, a file that it waits for appears, or a process that it watches ends."""
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
+
+from watchdog.events import DirCreatedEvent, DirMovedEvent, FileCreatedEvent, FileMovedEvent, FileSystemEvent
+from watchdog.events import FileSystemEventHandler as Handler
+from watchdog.observers import Observer
 
 from runner.supervise.process import Process, is_alive
 
 _MS: Final = 1000
+_APPEARS: Final = [
+    FileCreatedEvent,
+    DirCreatedEvent,
+    FileMovedEvent,
+    DirMovedEvent,
+]  # what is only written wakes nobody
+_LAST_S: Final = 1.0
 
 
 class Alarm:
-    """One sleeper; `ring` may be called by any thread, and in a signal handler."""
+    """
+    One sleeper; `ring` may be called by any thread, and in a signal handler.
 
-    def __init__(self) -> None:
+    It rings by itself when something appears in a folder of `appear` under a name that begins so. Where the system
+    has no watches left, or the filesystem tells nothing, it does not; so nobody may sleep long.
+    """
+
+    def __init__(self, appear: Mapping[Path, str] | None = None) -> None:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._observer = Observer()
+        try:
+            for folder, name in (appear or {}).items():
+                self._observer.schedule(_Ringer(name, self), str(folder), event_filter=_APPEARS)
+            if appear:
+                self._observer.start()
+        except OSError:
+            self._observer = Observer()
 
     def ring(self) -> None:
         if self._bell >= 0:
@@ -45,5 +72,19 @@ class Alarm:
         return None
 
     def close(self) -> None:
+        if self._observer.is_alive():
+            logging.getLogger("watchdog").setLevel(logging.CRITICAL)  # it calls its own end an error
+            self._observer.stop()
+            self._observer.join(_LAST_S)
         bell, self._bell = self._bell, -1  # first: a signal that comes now must not ring in somebody else's file
         os.close(bell)
+
+
+class _Ringer(Handler):
+    def __init__(self, name: str, alarm: Alarm) -> None:
+        self._name, self._alarm = name, alarm
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+        if any(Path(path).name.startswith(self._name) for path in paths):
+            self._alarm.ring()

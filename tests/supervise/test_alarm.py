@@ -78,3 +78,46 @@ def test_a_ring_after_the_end_hurts_nobody(alarm, tmp_path):
 
     assert b"" == (tmp_path / "journal").read_bytes()
     assert journal.closed
+
+
+def test_what_appears_under_its_name_rings(tmp_path):
+    """
+    A checkpoint that is committed, by a rename as the saver does it, is looked at at once.
+    """
+    alarm = Alarm({tmp_path: "step-"})
+    (tmp_path / "tmp-1").mkdir()
+    timer = threading.Timer(0.5, (tmp_path / "tmp-1").rename, [tmp_path / "step-1"])
+    timer.start()
+
+    slept = slept_s(alarm, LONG_S)
+    alarm.close()
+
+    assert True is (slept < LONG_S / 2)
+
+
+def test_other_names_and_files_that_grow_do_not_ring(tmp_path):
+    """
+    The journal and the log beside it are written all the time.
+    """
+    (tmp_path / "stop-old").touch()
+    alarm = Alarm({tmp_path: "stop"})
+    (tmp_path / "journal").touch()
+    with (tmp_path / "stop-old").open("a") as file:
+        file.write("a line\n")
+
+    slept = slept_s(alarm, 1.0)
+    alarm.close()
+
+    assert True is (slept >= 0.9)
+
+
+def test_a_folder_that_cannot_be_watched_costs_no_more_than_the_time(tmp_path):
+    """
+    Watches are few on some systems, and a run must start without them.
+    """
+    alarm = Alarm({tmp_path / "nowhere": "stop"})
+
+    slept = slept_s(alarm, 0.2)
+    alarm.close()
+
+    assert True is (0.1 < slept < LONG_S)
