@@ -66,8 +66,8 @@ class Alarm:
 
     @staticmethod
     def _watch(process: Process | None) -> int | None:
-        """None where the kernel, or who guards it, has no such thing: then the time is all."""
-        with suppress(OSError):
+        """None where the kernel, who guards it, or a Python built for older ones has no such thing: then the time is all."""
+        with suppress(OSError, AttributeError):
             return None if process is None else os.pidfd_open(process.pid)
         return None
 

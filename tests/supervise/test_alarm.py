@@ -1,5 +1,6 @@
 """Nobody sleeps longer than there is reason to."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -65,6 +66,20 @@ def test_a_process_that_is_gone_is_not_slept_for_though_nobody_has_collected_it(
     child.wait()
 
     assert slept_s(alarm, LONG_S, until=shim) < LONG_S / 2
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["an old Python", "an old kernel"])
+def test_where_no_process_can_be_watched_the_time_is_all(alarm, child, monkeypatch, is_there):
+    """
+    A Python that was built for old kernels, as conda's, lacks the call; an old kernel, or a container's guard, refuses it.
+    """
+
+    def refuse(_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", refuse) if is_there else monkeypatch.delattr(os, "pidfd_open")
+
+    assert slept_s(alarm, 0.1, until=identify(child.pid)) >= 0.1
 
 
 def test_a_ring_after_the_end_hurts_nobody(alarm, tmp_path):
