@@ -175,6 +175,33 @@ def test_pieces_of_a_large_file_are_not_fetched_again(origin):
     assert CORPUS == contents(origin.to)
 
 
+@pytest.mark.parametrize("size", [CHUNK_BYTES // 2, CHUNK_BYTES + 7, len(LARGE) - 1], ids=str)
+def test_an_answer_that_ends_early_is_no_data(request, tmp_path, size):
+    """
+    Where the store keeps no checksum nobody else would notice: a part of a piece is not noted as the piece.
+    """
+    origin = Origin(request, tmp_path, "file")
+    origin.fill(tmp_path, CORPUS)
+    open_at, limits = origin.open_at, [size]
+
+    def open_short(address):
+        store = open_at(address)
+        stream = store.stream
+
+        def cut(key, offset, num_bytes):
+            return stream(key, offset, limits.pop() if limits else num_bytes)
+
+        store.stream = cut
+        return store
+
+    origin.open_at = open_short
+    with pytest.raises(OffsiteError, match="got others"):
+        origin.stage()
+    origin.stage()
+
+    assert CORPUS == contents(origin.to)
+
+
 def test_after_a_reboot_a_half_fetched_file_is_fetched_anew(origin):
     """
     Its notes were written by a machine that may have lost the bytes.

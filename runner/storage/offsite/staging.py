@@ -234,7 +234,6 @@ class _Fetching:
 
     def _fetch_large(self, file: _File) -> None:
         pieces = _Pieces(file, self._notes, self._boot_id)
-
         self._meter.add(file.key, sum(_piece_bytes(file, index) for index in pieces.known))
         in_parallel(partial(self._fetch_run, file, pieces), _runs(file, pieces), _NUM_THREADS)
         try:
@@ -252,10 +251,7 @@ class _Fetching:
             pieces.note(index, checksum)
             self._meter.add(file.key, _piece_bytes(file, index))
 
-        blocks = file.store.stream(file.key, begin, min(len(run) * CHUNK_BYTES, file.size_bytes - begin))
-        Disk().write_blocks(file.part, begin, by_chunk(blocks, note))
-        if next(expected, None) is not None:
-            raise _changed(file)
+        Disk().write_blocks(file.part, begin, by_chunk(_stream(file, begin, len(run) * CHUNK_BYTES), note))
 
     def _finish(self, file: _File, checksums: list[int]) -> None:
         """Compared, durable, and only then under its name."""
@@ -270,6 +266,16 @@ class _Fetching:
         Disk().sync(file.part)
         Disk().rename(file.part, file.target)
         Disk().sync(file.target.parent)
+
+
+def _stream(file: _File, begin: int, num_bytes: int) -> Iterator[bytes]:
+    """All of it, or an error: else what an early end leaves of a piece would count as one."""
+    left = min(num_bytes, file.size_bytes - begin)
+    for block in file.store.stream(file.key, begin, left):
+        left -= len(block)
+        yield block
+    if left:
+        raise _changed(file)
 
 
 class _WrongError(OffsiteError):
