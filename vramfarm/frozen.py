@@ -48,4 +48,4 @@ def differing(keys: Sequence[str], tensors: Sequence[Tensor], before: Sums, now:
 def _to_host(flags: Tensor) -> Tensor:
     if flags.device.type != "cuda":
         return flags
-    return torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+    return torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True).copy_(flags, non_blocking=True)

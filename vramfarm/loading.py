@@ -128,7 +128,9 @@ class Reader:
 
     def whole(self, key: str) -> Tensor:
         """Return the whole tensor, which is filled by the next `flush`."""
-        whole = torch.empty(self.shape(key), dtype=self.dtype(key))
+        whole = torch.empty(
+            self.shape(key), dtype=self.dtype(key), device="cpu"
+        )  # whatever the script has as its default
         self.read_into(key, whole, (0,) * whole.dim())
         return whole
 

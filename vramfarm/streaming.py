@@ -65,7 +65,7 @@ class Buffer:
 
     def __init__(self, *, pinned: bool = False) -> None:
         if pinned:
-            self.tensor = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
+            self.tensor = torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
             self.raw = memoryview((ctypes.c_char * _CHUNK).from_address(self.tensor.data_ptr())).cast("B")
         else:
             memory = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -87,6 +87,19 @@ def test_a_resumed_run_ends_as_one_that_was_never_disturbed(tmp_path, capsys):
     )
 
 
+def test_tensors_of_ours_are_where_we_want_them(tmp_path):
+    """
+    A script may have said that new tensors are on its card; random numbers are put back from the processor's memory all the same.
+    """
+    _, _, ckpt = train(tmp_path, 2)
+    like = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    with torch.device("meta"):
+        again = Checkpointer(like, torch.optim.AdamW(like.parameters(), lr=0.01), dir=tmp_path / "checkpoints")
+
+    assert 2 == again.start_step == ckpt.start_step
+
+
 def test_a_fresh_start_makes_no_fake_step(tmp_path):
     """
     Reading optimizer state before the first step would make torch step once: the curve would differ.
