@@ -110,7 +110,7 @@ class GlobalBatches:
         if not self._shuffle:
             return range(self.length)
         generator = torch.Generator().manual_seed(mix(self._seed, self._epoch))
-        return torch.randperm(self.length, generator=generator)
+        return torch.randperm(self.length, generator=generator, device="cpu")
 
 
 class Feed(Protocol):

@@ -60,6 +60,21 @@ def test_the_end_of_an_epoch_is_shared_evenly_or_left_out(length, batch_size, wo
     assert length - length % (batch_size * world_size) == len(whole_batches)
 
 
+def test_the_order_is_made_on_the_processor():
+    """
+    Whatever device the script has as its default: on another one it would be another order, or none.
+    """
+
+    def order():
+        batches = GlobalBatches(10, 2, World(0, 1), shuffle=True, seed=3, drop_last=False)
+        return list(batches)
+
+    with torch.device("meta"):
+        found = order()
+
+    assert order() == found
+
+
 def test_each_epoch_has_another_order():
     """
     The order depends on the seed and the epoch only.
