@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-
-PIECE = 8 << 20
+from raw import PIECE, direct, get, put
 
 
 class Limits:
@@ -33,7 +32,7 @@ class Limits:
         self._memory = mmap.mmap(-1, self._padded)
         self._view = memoryview(self._memory)
         self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
-        self._direct = _direct(self._path.parent)
+        self._direct = direct(self._path.parent)
         self._depths = [1, 4]
         self._write_s = {}
         self._read_s = {}
@@ -118,13 +117,13 @@ class Limits:
     def _write_all(self, depth):
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._direct, 0o600)
         os.posix_fallocate(fd, 0, self._padded)
-        self._each(depth, lambda at: _put(fd, self._view[at : at + PIECE], at))
+        self._each(depth, lambda at: put(fd, self._view[at : at + PIECE], at))
         os.fsync(fd)
         os.close(fd)
 
     def _read_all(self, depth):
         fd = os.open(self._path, os.O_RDONLY | self._direct)
-        self._each(depth, lambda at: _get(fd, self._view[at : at + PIECE], at))
+        self._each(depth, lambda at: get(fd, self._view[at : at + PIECE], at))
         os.close(fd)
 
     def _each(self, depth, act):
@@ -141,7 +140,7 @@ def read_directly(paths):
     pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, PIECE)]
     view = memoryview(memory)
     work = [(path, at, view[i * PIECE : (i + 1) * PIECE]) for i, (path, at) in enumerate(pieces)]
-    files = {path: os.open(path, os.O_RDONLY | _direct(path.parent)) for path in paths}
+    files = {path: os.open(path, os.O_RDONLY | direct(path.parent)) for path in paths}
     seconds = []
     for depth in (4, 8):
         started = time.perf_counter()
@@ -151,27 +150,3 @@ def read_directly(paths):
     for fd in files.values():
         os.close(fd)
     return min(seconds)
-
-
-def _direct(folder):
-    """O_DIRECT where the filesystem has it."""
-    probe = folder / f"probe-{os.getpid()}"
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
-    except OSError:
-        return 0
-    finally:
-        probe.unlink(missing_ok=True)
-    return os.O_DIRECT
-
-
-def _put(fd, piece, at):
-    while piece:
-        written = os.pwrite(fd, piece, at)
-        piece, at = piece[written:], at + written
-
-
-def _get(fd, piece, at):
-    while piece:
-        count = os.preadv(fd, [piece], at)
-        piece, at = piece[count:], at + count

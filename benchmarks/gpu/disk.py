@@ -21,10 +21,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.raw import PIECE, direct, get, put
 from vramfarm import memory as arenas
 from vramfarm import writing
 
-PIECE = 8 << 20
 WRITERS = 2
 DIRECT = os.O_DIRECT  # 0 where the filesystem has none
 
@@ -37,18 +37,6 @@ def filled(view):
         part[:] = tile[: len(part)]
         part[:8] = at.to_bytes(8, "little")
     return view
-
-
-def put(fd, view, at):
-    while view:
-        count = os.pwrite(fd, view, at)
-        view, at = view[count:], at + count
-
-
-def get(fd, view, at):
-    while view:
-        count = os.preadv(fd, [view], at)
-        view, at = view[count:], at + count
 
 
 def raw_write(path, view, depth):
@@ -101,7 +89,7 @@ def main():
     folder, began = Path(arguments.folder), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     global DIRECT  # noqa: PLW0603  # workers are forked with it
-    DIRECT = _direct(folder)
+    DIRECT = direct(folder)
     size = int(arguments.gb * 1e9) // PIECE * PIECE
     context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(WRITERS), context.Queue()
@@ -153,17 +141,6 @@ def write(folder, arguments, found, sums, size):
             )
     (folder / "disk.md").write_text("\n".join(text) + "\n")
     print("\n".join(text), flush=True)
-
-
-def _direct(folder):
-    probe = Path(folder) / f"probe-{os.getpid()}"
-    try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
-    except OSError:
-        return 0
-    finally:
-        probe.unlink(missing_ok=True)
-    return os.O_DIRECT
 
 
 def parse_arguments():
