@@ -82,15 +82,20 @@ def plan(args, strategy, count, cards):
     return held.states, activations(work), working
 
 
-def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+def add_model(parser, *, layers):
+    """How large a model, and how much each card takes of the data: small without cards."""
     few = not torch.cuda.is_available()
-    parser.add_argument("--layers", type=int, default=2 if few else 24)
+    parser.add_argument("--layers", type=int, default=2 if few else layers)
     parser.add_argument("--hidden", type=int, default=128 if few else 2048)
     parser.add_argument("--vocabulary", type=int, default=500 if few else 32_000)
     parser.add_argument("--per-card", type=int, default=1 if few else 4)
     parser.add_argument("--sequence", type=int, default=64 if few else 2048)
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    add_model(parser, layers=24)
     parser.add_argument("--no-recompute", dest="recompute", action="store_false")
     parser.add_argument("--limit-s", type=float, default=240)
     return parser.parse_args()

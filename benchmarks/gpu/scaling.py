@@ -31,12 +31,7 @@ WARM_UP, STEPS = 4, 15
 def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    few = not torch.cuda.is_available()
-    parser.add_argument("--layers", type=int, default=2 if few else 16)
-    parser.add_argument("--hidden", type=int, default=128 if few else 2048)
-    parser.add_argument("--vocabulary", type=int, default=500 if few else 32_000)
-    parser.add_argument("--per-card", type=int, default=1 if few else 4)
-    parser.add_argument("--sequence", type=int, default=64 if few else 2048)
+    memory.add_model(parser, layers=16)
     parser.add_argument("--limit-s", type=float, default=100, help="of the processes on the cards")
     return parser.parse_args()
 
