@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ _MAX_DUMP: Final = 16 << 20  # of 2000 collectives it is some 300 kB
 _LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
 _MAX_NAME: Final = 80
 _ENTRIES: Final = 5
+_SAID: Final = reprlib.Repr()  # of lists of sizes; few bytes of a pickle can name a list that is longer than any memory
+_SAID.maxlevel, _SAID.maxlist, _SAID.maxtuple, _SAID.maxother = 2, 20, 20, _MAX_NAME
 _KEPT: Final = ("process_group", "collective_seq_id", "seq_id", "profiling_name", "state", "input_sizes", "is_p2p")
 
 
@@ -61,7 +64,9 @@ def _place(frames: Iterable[Mapping[str, Any]]) -> str:
 
 def _short(value: Any) -> Any:  # noqa: ANN401  # whatever is in a dump
     """A dump of thousands of entries has their stacks, too; and what is in it may be nested without end."""
-    return value if value is None or isinstance(value, int) else str(value)[:_MAX_NAME]
+    if value is None or isinstance(value, int):
+        return value
+    return (value if isinstance(value, str) else _SAID.repr(value))[:_MAX_NAME]
 
 
 @dataclass(frozen=True, slots=True)
