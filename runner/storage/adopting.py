@@ -16,8 +16,8 @@ from typing import Final
 from runner.errors import StoreError
 from runner.facts import Checkpoint
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.checksums import crc32
 from runner.storage.disk import Disk
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, TEMPORARY, Manifest, Ref, Shard
 
 SOURCE: Final = "source"  # in the state of a manifest: which save it was made of

@@ -27,8 +27,8 @@ from typing import Final
 
 from runner.errors import StoreError
 from runner.facts import Checkpoint
-from runner.storage.checksums import crc32
 from runner.storage.disk import Disk, lstat_inside
+from vramfarm.checksum import crc32
 from vramfarm.protocol import (
     ALGORITHM,
     CHUNK_BYTES,

@@ -9,17 +9,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from vramfarm.checksum import crc32 as _crc32
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _POLYNOMIAL = 0xEDB88320
 _MAX_STEPS = 64
 _ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in CRC32
-
-
-def crc32(data: bytes | memoryview, before: int = 0) -> int:
-    """Of these bytes, after those of which `before` is the CRC32."""
-    return _crc32(data, before)
 
 
 def combine(first: int, second: int, second_size: int) -> int:

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.checksums import crc32
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import in_parallel
 from runner.storage.offsite.transfer import Meter, Progress, Source
+from vramfarm.checksum import crc32
 from vramfarm.image import ITEM_BYTES, Box, ImageError, Placed, header_bytes, parse_header
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from runner.storage.checksums import crc32
 from runner.storage.journal import events
 from runner.supervise.process import Process, is_alive
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, ProtocolError, parse_manifest
 
 LOOK_S: Final = 0.05

@@ -14,7 +14,7 @@ from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
 from runner.cli.status import describe
 from runner.job import Job
-from runner.storage.checksums import crc32
+from vramfarm.checksum import crc32
 from vramfarm.protocol import Env, Manifest, Shard, dump_manifest, shard_name
 
 JOB = "name: llama\ncommand: train.py --lr 2e-5\noffload: {to: s3://bucket/runs}\nlimits: {max_duration: 12h}\n"

@@ -12,10 +12,10 @@ import pytest
 from runner.cli.main import main
 from runner.facts import Attempt, Conclusion, Ending, Exit, Outcome
 from runner.storage import journal as events
-from runner.storage.checksums import crc32
 from runner.storage.disk import Disk
 from runner.storage.journal import Journal
 from tests.farmhouse import open_farm
+from vramfarm.checksum import crc32
 from vramfarm.protocol import Env, Manifest, Shard, dump_manifest, shard_name
 
 NOW = datetime.now(UTC) - timedelta(minutes=1)  # a back-off of ten seconds is over

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from runner.errors import StoreError
-from runner.storage.checksums import combine_chunks, crc32, is_sum_of_parts
+from runner.storage.checksums import combine_chunks, is_sum_of_parts
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard, is_inside
 
 Sent = Callable[[int], None]  # called with a number of bytes, from any thread

@@ -31,7 +31,7 @@ import tenacity
 from botocore.exceptions import ClientError, IncompleteReadError
 
 from runner.job import OffloadPolicy
-from runner.storage.checksums import combine_chunks, crc32
+from runner.storage.checksums import combine_chunks
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
@@ -57,6 +57,7 @@ from runner.storage.offsite.wire import (
     open_part,
     plain_words,
 )
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 NUM_THREADS: Final = 8

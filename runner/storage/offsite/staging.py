@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from runner.storage.checksums import combine_chunks, crc32, is_sum_of_parts
+from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, write_durable
 from runner.storage.offsite.contract import Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
 
 _NOTES: Final = ".staging"  # folder in the run folder

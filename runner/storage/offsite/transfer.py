@@ -31,9 +31,10 @@ from typing import Any, Final, Protocol
 
 from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
-from runner.storage.checksums import combine_chunks, crc32, describe_file
+from runner.storage.checksums import combine_chunks, describe_file
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, agrees, by_chunk, in_parallel
+from vramfarm.checksum import crc32
 from vramfarm.protocol import (
     CHUNK_BYTES,
     MANIFEST,
