@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, Final
 
 from vramfarm.protocol import EndRecord, Ref
@@ -238,14 +238,6 @@ TaskState = Running | Finished | Failed | None
 
 
 # -------------------------------------------------------------------------------- progress
-
-
-class Signal(IntEnum):
-    """How far an attempt was pushed to end."""
-
-    NONE = 0
-    LEAVE = 1
-    KILL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

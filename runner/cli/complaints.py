@@ -20,7 +20,6 @@ from runner.job import Job
 Path = tuple[str, ...]
 
 _UNTOLD: Final = {"secrets", "notify", "env"}
-_SECRET_NAMES: Final = {"secrets", "notify"}
 
 
 def complaints(error: ValidationError, root: Node) -> tuple[Problem, ...]:
