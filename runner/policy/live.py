@@ -10,6 +10,9 @@ from runner.policy.house import keep_house
 from runner.policy.limits import limit_at
 
 STRAGGLER = timedelta(seconds=2)  # what an ended launcher's children get before they are killed
+LAST_WORDS = timedelta(
+    seconds=10
+)  # before the deadline: the outcome and the last logs are told, and the lease is given back
 EVIDENCE_PATIENCE = timedelta(seconds=90)  # looking at what hangs may hang, too
 
 
@@ -92,6 +95,9 @@ def _make_it_leave(job: Job, seen: Observed, reason: str) -> Action | None:
         return Interrupt(reason)
     if not (seen.progress.attached or seen.terminated) and seen.now >= seen.leave_sent_at + STRAGGLER:
         return Kill(f"{reason}: nobody in it could be asked to save")
+    last = max(seen.deadline_at - LAST_WORDS, seen.leave_sent_at + STRAGGLER) if seen.deadline_at else None
+    if last is not None and not seen.progress.attached and seen.now >= last:
+        return Kill(f"{reason}: it did not save and leave in time")
     if seen.now >= seen.leave_sent_at + job.restart.grace_period:
         return Kill(f"{reason}: it did not save and leave in {job.restart.grace_period.total_seconds():.0f} s")
     return None

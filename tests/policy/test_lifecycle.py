@@ -1031,6 +1031,25 @@ def test_a_trainer_that_may_save_on_sigterm_has_the_grace_period(terminated, sec
     assert isinstance(decide(HERE_ONLY, *hung(hang=None, **sent)), expected)
 
 
+@pytest.mark.parametrize(
+    ("left", "seconds", "expected"),
+    [
+        pytest.param(15, 15, Wait, id="there is time"),
+        pytest.param(10, 20, Kill, id="just enough for the last words"),
+        pytest.param(5, 1, Wait, id="a short limit, asked a moment ago"),
+        pytest.param(4, 2, Kill, id="a short limit"),
+    ],
+)
+def test_a_trainer_that_ignores_sigterm_does_not_cost_the_last_words(left, seconds, expected):
+    """
+    At the deadline the guardian ends all of the run, and nobody would say what it came to, nor give the lease back.
+    """
+    sent = {"leave_sent_at": at(9) - timedelta(seconds=seconds), "terminated": True}
+    limit = {"deadline_at": at(9) + timedelta(seconds=left)}
+
+    assert isinstance(decide(HERE_ONLY, *hung(hang=None, **sent, **limit)), expected)
+
+
 def test_an_end_by_sigterm_that_was_asked_for_is_no_first_error():
     """
     The ranks of a script that does not know SIGTERM die of it, and the launcher calls that a failure.
