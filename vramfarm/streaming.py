@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from vramfarm.checksum import crc32
 MOST_READERS: Final = 8  # of all ranks together: a disk that is asked for more at a time gives less
 LEAST_READERS: Final = 2  # of each: one sums while another waits
 _CHUNK: Final = protocol.CHUNK_BYTES
+_CLAIM_TRIES: Final = 20
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 _UNREADABLE: Final = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})
 
 
@@ -75,21 +78,36 @@ class Buffer:
 
 
 class Source:
-    """A shard, read chunk by chunk, past the page cache where the filesystem has that."""
+    """
+    A shard, read chunk by chunk: from the page cache what lies there, the rest past it where the filesystem has that.
+
+    Whoever reads ahead into the cache ends when it is opened here.
+    """
 
     def __init__(self, path: Path, shard: protocol.Shard) -> None:
         self.name = f"{path.parent.name}/{path.name}"
         self.shard = shard
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
+        self._cached: _Cached | None = None
         self._is_direct = False
         self._kept: dict[int, Buffer] = {}
+        self._claim()
+
+    def _claim(self) -> None:
+        """A lock says that a rank is there. A reader ahead asks for it for a moment at a time, to learn that."""
+        for _ in range(_CLAIM_TRIES):
+            if _lock(self._fd):
+                return
+            time.sleep(0.001)
 
     def be_direct(self) -> None:
         """From here on. Until then what is read is there for the other ranks, too."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
             self._is_direct = True
+            with contextlib.suppress(OSError, ValueError):  # no room in the address space, or nothing in the file
+                self._cached = _Cached(self._fd)
         except OSError as error:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
@@ -111,10 +129,11 @@ class Source:
     def read(self, chunk: int, buffer: Buffer) -> None:
         """Read and verify one chunk."""
         at, size = 0, self._size_of(chunk)
+        fd = self._cached.fd if self._cached and self._cached.has(chunk * _CHUNK, size) else self._fd
         while at < size:
             was_direct = self._is_direct
             try:
-                count = os.preadv(self._fd, [buffer.raw[at:]], chunk * _CHUNK + at)
+                count = os.preadv(fd, [buffer.raw[at:]], chunk * _CHUNK + at)
             except OSError as error:
                 self._be_buffered(chunk, error, was_direct=was_direct)
                 continue
@@ -134,6 +153,33 @@ class Source:
             raise error
         fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
         self._is_direct = False
+
+
+def _lock(fd: int) -> bool:
+    """Whether there is nothing more to wait for: it is locked, or there are no locks here."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # at worst some bytes are read twice
+    return True
+
+
+class _Cached:
+    """The same file through the page cache, and what lies there, which asking does not change."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        self._memory = mmap.mmap(self.fd, 0, access=mmap.ACCESS_COPY)  # nobody touches it: it has no pages of its own
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def has(self, begin: int, size: int) -> bool:
+        """Whether all of it is in memory; `begin` is that of a page. Where the system does not tell, it says yes."""
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        told = _libc.mincore(ctypes.c_void_p(self._address + begin), ctypes.c_size_t(size), pages)
+        return told == 0 and b"\0" not in bytes(pages)
 
 
 def read_all(runs: Mapping[Source, Sequence[Run]]) -> None:

@@ -10,12 +10,15 @@ environment can break it. It outlives the runner: the launcher's exit is never l
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -25,6 +28,9 @@ _RECORD_BYTES = 512
 _OPEN_FILES = 65_535
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_PIECE_BYTES = 8 << 20
+_READERS = 4  # more in flight do not make a disk faster
+_POLITE = 10  # niceness: imports of torch come first
 _CGROUPS = (  # of this container, by version 2 and 1: what counts, and the limit
     ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory.max"),
     ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -44,6 +50,7 @@ def main(folder: Path, argv: list[str]) -> int:
         watched = {"pid": launcher.pid, "started": _start_time(launcher.pid)}
         with suppress(OSError):  # a full disk must not end the one who waits
             _write_durably(folder / "shim.json", me | {"launcher": watched})
+        threading.Thread(target=_read_ahead, args=(os.environ.get("VRAMFARM_RESUME", "none"),), daemon=True).start()
         code = _wait(launcher)
     record: dict[str, object] = {"code": code, "at": datetime.now(UTC).isoformat()}
     killed, limit = _oom_kills()
@@ -80,6 +87,52 @@ def _wait(launcher: subprocess.Popen[bytes]) -> int:
         if pid == launcher.pid:
             launcher.returncode = os.waitstatus_to_exitcode(status)
             return launcher.returncode
+
+
+def _read_ahead(checkpoint: str) -> None:
+    """
+    Bring a checkpoint into the page cache while launcher, torch and cards come up, when the disk has nothing else to do.
+
+    At most half of the memory. The first rank that opens the shards locks them, and reads the rest itself, past the cache.
+    """
+    pieces: deque[tuple[int, int]] = deque()
+    fds: list[int] = []
+    with suppress(OSError):
+        fds += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in sorted(Path(checkpoint).glob("*.safetensors"))]
+        sizes = [os.fstat(fd).st_size for fd in fds]
+        starts = range(0, max(sizes, default=0), _PIECE_BYTES)
+        pieces += [(fd, at) for at in starts for fd, size in zip(fds, sizes, strict=True) if at < size]
+        while len(pieces) * _PIECE_BYTES > _memory() / 2:
+            pieces.pop()
+        readers = [threading.Thread(target=_read, args=(pieces,), daemon=True) for _ in range(_READERS)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    for fd in fds:
+        os.close(fd)  # what is removed meanwhile must give its space back
+
+
+def _read(pieces: deque[tuple[int, int]]) -> None:
+    with suppress(OSError, IndexError, MemoryError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE)
+        scratch = bytearray(_PIECE_BYTES)
+        while True:
+            fd, at = pieces.popleft()
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pieces.clear()  # a rank is there
+                return
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.preadv(fd, [scratch], at)
+
+
+def _memory() -> int:
+    """Memory that is free, or the container's limit where that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min(free, _oom_kills()[1] or free)
 
 
 def _oom_kills() -> tuple[int, int]:

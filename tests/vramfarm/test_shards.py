@@ -208,6 +208,29 @@ def test_a_flipped_bit_is_found(tmp_path, at):
         [Reader(stored).read(key) for key in TENSORS]
 
 
+def test_what_lies_in_the_page_cache_is_not_fetched_from_the_disk(tmp_path):
+    """
+    A supervisor reads ahead while torch is imported. The kernel counts what comes from the disk.
+    """
+    stored = write(tmp_path, LARGE, 1)
+    for shard in stored.manifest.shards:
+        (stored.path / shard.path).read_bytes()
+    reader = Reader(stored)
+    tensor = torch.empty(1000, 5000)
+    reader.read_into("a", tensor, (0, 0))
+
+    before = read_from_disk()
+    reader.flush()
+
+    assert torch.equal(LARGE["a"], tensor)
+    assert True is (read_from_disk() - before < tensor.nbytes / 2)
+
+
+def read_from_disk():
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
 def test_a_shard_that_the_disk_does_not_give_back_is_damaged():
     """
     An unreadable block is damage as a flipped bit is: an older checkpoint may be whole.
