@@ -28,7 +28,7 @@ _FORMS: Final = tuple(
     re.compile(form + _CLOCK + zone)
     for form, zone in (
         (r"(?<!\d)(?P<year>\d{4})([-/])(?P<month>\d\d)\2(?P<day>\d\d)[T _]", r"(?P<zone>Z|[+-]\d\d:?\d\d)?"),
-        (r"(?<!\w)[DIWEF](?P<month>\d\d)(?P<day>\d\d) ", ""),  # glog, which torch writes like: no year
+        (r"(?<!\w)[DIWEF](?P<month>\d\d?)(?P<day>\d\d) ", ""),  # glog, without a year; torch's C++ writes March as 3
         (r"(?<!\d)(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>\d{4}) ", ""),  # as the examples of transformers have it
     )
 )

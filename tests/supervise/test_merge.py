@@ -39,6 +39,7 @@ def zone():
     [
         ("[rank1]:W0101 03:04:05.250000 4121 torch/distributed/run.py:1] warns", AT.replace(microsecond=250_000)),
         ("E0101 03:04:05.000 17 torch/distributed/elastic/multiprocessing/api.py:869] failed", AT),
+        ("[rank0]:[E101 03:04:05.250000000 ProcessGroupNCCL.cpp:632] timed out", AT.replace(microsecond=250_000)),
         ("2026-01-01 03:04:05,250 INFO root: step 1", AT.replace(microsecond=250_000)),
         ("[2026-01-01 03:04:05] box:17:17 [0] NCCL WARN Call to connect failed", AT),
         ("[INFO|trainer.py:23] 2026-01-01 03:04:05,000 >> Running training", AT),
