@@ -37,11 +37,12 @@ from runner.supervise.process import Process
 from runner.supervise.pulse import PulseReader
 from runner.supervise.saves import are_written
 from runner.supervise.triage import first_error
-from runner.supervise.trim import stored_bytes, trim
+from runner.supervise.trim import Ahead, stored_bytes, trim
 from vramfarm.protocol import ControlPage, Word
 
 _LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
+_KEEP_AHEAD_EVERY: Final = timedelta(seconds=5)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
 
@@ -261,10 +262,12 @@ def _is_written(live: Live, save: Save) -> bool:
 
 
 class Logs:
-    """What logs take on the disk, looked at now and then."""
+    """What logs take on the disk, looked at now and then, and room for what is still to be printed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._ahead = Ahead(folder)
+        self._kept_at = datetime.min.replace(tzinfo=UTC)
         self._size = 0
         self._sized_at = datetime.min.replace(tzinfo=UTC)
         self.error = ""
@@ -273,6 +276,12 @@ class Logs:
         if now - self._sized_at >= _SIZE_LOGS_EVERY and not self.error:
             self._size, self._sized_at = stored_bytes(self._folder), now
         return self._size
+
+    def keep_ahead(self, now: datetime, attempt: Path | None) -> None:
+        """Room on the disk for the logs of the attempt that runs; None: none does."""
+        if attempt is None or now - self._kept_at >= _KEEP_AHEAD_EVERY:
+            self._ahead.keep(attempt)
+            self._kept_at = now
 
     def trim(self, max_bytes: int) -> None:
         self._size = 0  # until it is looked at again

@@ -136,6 +136,7 @@ class RealWorld:
             self._board.wait(TaskKind.PUBLISH, timeout_s=_LAST_WORDS_S)
             self._board.end(TaskKind.PUBLISH)
         self._board.finish(TaskKind.LEASE)
+        self._logs.keep_ahead(self._clock.now(), None)
         self._alarm.close()
 
     def _has_last_words(self, tasks: Mapping[TaskKind, TaskState]) -> bool:
@@ -155,6 +156,8 @@ class RealWorld:
         opened = history.opened_at or now
         deadline_at, deadline_why = self._tell_deadline(history, opened)
         shelf = self.checkpoints.look()
+        running = self._sight.attempt
+        self._logs.keep_ahead(now, self._folder.attempt(running.number) if running else None)
         seen = Observed(
             now=now,
             boot_id=self._boot_id,

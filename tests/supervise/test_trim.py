@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.supervise.logs import Follower, read_tail
 from runner.supervise.triage.lines import read_lines
-from runner.supervise.trim import HEAD_BYTES, stored_bytes, trim
+from runner.supervise.trim import AHEAD_BYTES, HEAD_BYTES, Ahead, stored_bytes, trim
 
 MIB = 1 << 20
 
@@ -112,3 +113,67 @@ def test_a_log_is_followed_across_a_hole(folder: Path):
         file.write("after\n")
 
     assert ["after"] == [line.text for line in follower.read()]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 24 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting takes root, and a system that allows it")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def _fill(disk: Path) -> None:
+    with (disk / "data").open("ab", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096) == 4096:
+                pass
+        except OSError:
+            pass
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "more").write_bytes(b"x" * 4096)
+
+
+def test_a_rank_goes_on_printing_when_the_disk_is_full(small_disk: Path) -> None:
+    """
+    A print that fails ends it. What was kept ahead is used first, then older lines give their place.
+    """
+    attempt = small_disk / "logs" / "attempt-0001"
+    attempt.mkdir(parents=True)
+    line = b"step 1 loss 0.5\n" * 4096
+    ahead = Ahead(small_disk / "logs")
+    with (attempt / "rank.log").open("ab", buffering=0) as log:
+        for _ in range(8 * MIB // len(line)):
+            log.write(line)
+        ahead.keep(attempt)
+        _fill(small_disk)
+
+        for _ in range(6 * MIB // len(line)):
+            assert len(line) == log.write(line)
+            ahead.keep(attempt)
+
+    assert 14 * MIB == (attempt / "rank.log").stat().st_size
+
+
+def test_what_was_kept_ahead_is_given_back(tmp_path: Path) -> None:
+    """
+    When the attempt is over, and for each attempt that follows.
+    """
+    first, second = tmp_path / "attempt-0001", tmp_path / "attempt-0002"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "rank.log").write_bytes(b"a line\n")
+    ahead = Ahead(tmp_path)
+
+    ahead.keep(first)
+    kept = stored_bytes(first)
+    ahead.keep(second)
+    ahead.keep(None)
+
+    assert True is (kept >= AHEAD_BYTES)
+    assert True is (stored_bytes(tmp_path) < MIB)
+    assert b"a line\n" == (first / "rank.log").read_bytes()
