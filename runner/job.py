@@ -555,7 +555,7 @@ class Job(Model):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value.replace("{date}", "0")) is None:
-            msg = f"must be letters, digits, '.', '_' and '-', at most 63, got {value!r}"
+            msg = f"must begin with a letter or a digit, then letters, digits, '.', '_' and '-', at most 63, got {value!r}"
             raise ValueError(msg)
         return value
 
