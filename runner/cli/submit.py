@@ -37,7 +37,7 @@ from runner.cli.refusal import REFUSAL, digest
 from runner.cli.script import check_script
 from runner.cli.stores import open_run
 from runner.errors import JobError, LockedError, MachineError, StoreError
-from runner.facts import Offer, RentedServer, Server, ServerState
+from runner.facts import Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
 from runner.policy import ledger
 from runner.policy.actions import EXIT_CODES
@@ -55,6 +55,7 @@ from runner.policy.night import (
     choose,
     decide_step,
     disk_gb,
+    is_outdated,
     why_none,
     wish_of,
 )
@@ -69,6 +70,9 @@ _LOOK_S: Final = 5.0
 _SELDOM_S: Final = 30.0
 _PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer
 _LOOK_THEN_GO_ON: Final = "look (vramfarm-runner logs and status STORE/NAME), then --go-on; or wait for the next night"
+_ANOTHER_NAME: Final = (
+    "--go-on does not take that back: give the job another name, and name this run in checkpoint.resume"
+)
 _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes after ours
 
 
@@ -219,7 +223,8 @@ class _Submission:
     def _do(self, step: object) -> int | None:
         match step:
             case Over(outcome=outcome, reason=reason):
-                return self._close(f"the run is over: {outcome}: {reason}", EXIT_CODES[outcome], outcome=outcome)
+                hint = f"; {_ANOTHER_NAME}" if outcome is Outcome.STOPPED else ""
+                return self._close(f"the run is over: {outcome}: {reason}{hint}", EXIT_CODES[outcome], outcome=outcome)
             case Refused(code=code, reason=reason):
                 error = JobError if code == JobError.exit_code else StoreError
                 hint = "mend it and submit again: with another job.yaml or other code it rents again, as with --go-on"
@@ -233,8 +238,8 @@ class _Submission:
                 time.sleep(self._args.look_every)
             case GiveBack(rental=rental, reason=reason):
                 self._give_back(rental, reason)
-            case Rent(number=number):
-                self._rent(number)
+            case Rent(number=number, reopens=reopens):
+                self._rent(number, reopens=reopens)
         return None
 
     def _follow(self, rental: RentedServer) -> int | None:
@@ -275,7 +280,9 @@ class _Submission:
             self._bear(detail)
             return None
         self._trouble_since = None
-        verdict = status.get("verdict") or {}
+        verdict, machines = status.get("verdict") or {}, ledger.parse(told)
+        if is_outdated(_moment(str(outcome.get("at"))), machines):
+            outcome = {}
         told_by = str(status.get("server") or "")
         live = next((rental for rental in rentals if rental.state is not ServerState.GONE), None)
         silent = timedelta() if live is None or told_by == live.id else _age(live.created_at)
@@ -291,7 +298,8 @@ class _Submission:
             silent_for=silent,
             refusal=self._parse_refusal(refusal),
             rented_at={**self._record.rented_at(), **{rental.id: _moment(rental.created_at) for rental in rentals}},
-            trained={*self._record.trained(), *(one.server for one in ledger.parse(told) if one.attempts)},
+            trained={*self._record.trained(), *(one.server for one in machines if one.attempts)},
+            reopened={one.server for one in machines if one.is_anew},
             now=datetime.now(UTC),
         )
 
@@ -340,7 +348,7 @@ class _Submission:
         server = Server(provider="vramfarm", id=rental.id)
         vramfarm.stop(server, Keep(None, stop_anyway=True), 3, self._env, self._send)
 
-    def _rent(self, number: int) -> None:
+    def _rent(self, number: int, *, reopens: bool) -> None:
         ends_at = deadline(self._job.limits, datetime.now(UTC), None)
         wish = wish_of(self._job, at_most=self._args.at_most, lasts=ends_at - datetime.now(UTC))
         offers = vramfarm.read_offers(self._env, self._send)
@@ -354,7 +362,7 @@ class _Submission:
                 f"{self._job.name}: {why_none(self._job, wish, offers, refused=self._record.bad_machines())}"
             )
         self._expect_money(chosen[0])
-        body = self._body(chosen[0], ends_at, wish.days)
+        body = self._body(chosen[0], ends_at, wish.days) | ({"args": ["--go-on"]} if reopens else {})
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
         rental = vramfarm.rent(body, f"{self._job.name}-{number}-{digest}", self._env, self._send)
         if isinstance(rental, vramfarm.Trouble):

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Final
 
-from runner.facts import Offer, Outcome, RentedServer, ServerState
+from runner.facts import Machine, Offer, Outcome, RentedServer, ServerState
 from runner.job import Job
 from runner.policy.batch import accumulation
 from runner.policy.fleet import holders
@@ -23,6 +23,7 @@ STORE_REST: Final = timedelta(hours=1)  # a store that was away is given this be
 _LEAST_DISK_GB: Final = 100
 _WRONG_JOB: Final = 2
 _OVER: Final = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED, Outcome.GAVE_UP, Outcome.LIMIT})
+_CAN_GO_ON: Final = frozenset({Outcome.GAVE_UP, Outcome.LIMIT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class Night:
     refusal: Refusal | None = None
     rented_at: Mapping[str, datetime] = field(default_factory=dict)  # every server of this run that is known of
     trained: Collection[str] = ()  # those of them on which an attempt began
+    reopened: Collection[str] = ()  # those of them on which the run was begun again, by the ledger
     now: datetime | None = None  # None: nothing is too long ago
 
 
@@ -98,9 +100,10 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Rent:
-    """The `number`th server of this run, counted from 1."""
+    """The `number`th server of this run, counted from 1. `reopens`: it is told to go on, and has all limits anew."""
 
     number: int
+    reopens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +118,27 @@ Step = Over | Refused | Accepted | Watch | GiveBack | Rent | NoMore
 
 def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[str] = ()) -> Step:
     """
-    `go_on`: a run that gave up or reached its limit is begun again, and what was in vain before is
-    forgotten. `rented_now`: servers that this command has rented.
+    `go_on`: a run that gave up or reached its limit is begun again, once, and what was in vain before
+    is forgotten. `rented_now`: servers that this command has rented.
     """
+    # an order that a server has carried out is done: how the run ended after it is how it ended
+    reopens = go_on and not any(server in night.reopened for server in rented_now)
     live = next((rental for rental in night.rentals if rental.state is not ServerState.GONE), None)
     if live is not None:
         return _judge(live, night)
-    if night.outcome in _OVER and not (go_on and night.outcome in {Outcome.GAVE_UP, Outcome.LIMIT}):
+    if night.outcome in _OVER and not (reopens and night.outcome in _CAN_GO_ON):
         return Over(Outcome(night.outcome), night.reason)
     if refused := _why_in_vain(night, go_on=go_on, rented_now=rented_now):
         return refused
     futile = _count_futile(night, go_on=go_on, rented_now=rented_now)
     if futile >= job.provider.max_machines:
         return NoMore(f"{futile} servers were rented and none trains (provider.max_machines)")
-    return Rent(len(night.rentals) + 1)
+    return Rent(len(night.rentals) + 1, reopens=reopens)
+
+
+def is_outdated(at: datetime | None, machines: Sequence[Machine]) -> bool:
+    """Whether the run was begun again after it had ended `at`: a machine that vanished since has not ended it anew."""
+    return at is not None and any(machine.is_anew and machine.opened_at > at for machine in machines)
 
 
 def _why_in_vain(night: Night, *, go_on: bool, rented_now: Collection[str]) -> Refused | None:

@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> None:
     if is_first:
         _install(Path(os.environ["VRAMFARM_WORKSPACE"], "driver"))
         os.environ["PATH"] = f"{os.environ['VRAMFARM_WORKSPACE']}/driver:{os.environ['PATH']}"
-    os.execv(sys.executable, [sys.executable, "-I", str(Path(guardian.__file__)), *arguments])
+    command = ("-m", "runner", "run") if arguments else (str(Path(guardian.__file__)),)  # as entrypoint.sh does
+    os.execv(sys.executable, [sys.executable, "-I", *command, *arguments])
 
 
 def _install(folder: Path) -> None:

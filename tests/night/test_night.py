@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runner.facts import Conclusion, Machine, Outcome
+from runner.policy.ledger import dump
+from runner.results import dump_conclusion
 from runner.simulator.model import State
 from tests.container.engine import build, build_base, build_product, why_no_engine
 from tests.farmhouse import Farmhouse, open_farm, wait_until
@@ -109,7 +113,24 @@ class Host:
 
     def forget_first(self) -> None:
         """No machine is unfit."""
-        self._store.client().put_object(Bucket=BUCKET, Key=f"{self._folder.name}/first-server", Body=b"none")
+        self.put("first-server", b"none")
+
+    def put(self, key: str, body: bytes) -> None:
+        """Into the store."""
+        self._store.client().put_object(Bucket=BUCKET, Key=f"{self._folder.name}/{key}", Body=body)
+
+    def reach_limit(self, name: str, spent: timedelta) -> None:
+        """As a machine leaves the store that trained until its limit, yesterday."""
+        begun = datetime.now(UTC) - timedelta(days=1)
+        deadline = begun + spent
+        end = deadline - timedelta(seconds=30)
+        times = {"opened_at": begun, "paid_from": begun, "seen_at": deadline, "concluded_at": end}
+        machine = Machine(id="vramfarm:srv_old", provider="vramfarm", server="srv_old", outcome="limit", **times)
+        told = {"server": "srv_old", "phase": "FINISHED", "deadline_at": deadline.isoformat()}
+        conclusion = Conclusion(outcome=Outcome.LIMIT, reason="limits.max_duration is reached", at=end)
+        self.put(f"{name}/ledger.json", json.dumps(dump((machine,))).encode())
+        self.put(f"{name}/status.json", json.dumps(told).encode())
+        self.put(f"{name}/outcome.json", json.dumps(dump_conclusion(conclusion)).encode())
 
     def submit(self, *arguments: str, seconds: float = 600.0) -> tuple[int, dict[str, Any], str]:
         """Exit code, the last word, the log."""
@@ -214,3 +235,20 @@ def test_a_fault_of_the_job_is_paid_for_once(host: Host):
     assert (0, "succeeded") == (mended[0], mended[1].get("outcome")), mended[2]
     assert "refusal" not in host.status("typo")
     assert 2 == len(host.servers())
+
+
+def test_after_a_limit_go_on_rents_one_machine_that_trains(host: Host):
+    """
+    The machine is told, and has the limit anew; without the order nothing is rented.
+    """
+    host.forget_first()
+    host.job("more", steps=50, limits={"max_duration": "10m"})
+    host.reach_limit("more", timedelta(minutes=10))
+
+    code, told, log = host.submit()
+    assert (7, "limit", []) == (code, told.get("outcome"), host.servers()), log
+    code, told, log = host.submit("--go-on", "--wait")
+
+    assert (0, "succeeded") == (code, told.get("outcome")), log
+    assert [["--go-on"]] == [server.args for server in host.servers()]
+    assert [False, True] == [machine["is_anew"] for machine in host.report("more")["machines"]]

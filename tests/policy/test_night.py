@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Offer, Outcome, RentedServer, ServerState
+from runner.facts import Machine, Offer, Outcome, RentedServer, ServerState
 from runner.job import Job
 from runner.policy.night import (
     ONE_NIGHT,
@@ -27,6 +27,7 @@ from runner.policy.night import (
     choose,
     decide_step,
     disk_gb,
+    is_outdated,
     why_none,
     wish_of,
 )
@@ -104,6 +105,45 @@ def test_go_on_begins_again_what_is_not_done(outcome: str, expected: type):
     assert isinstance(decide_step(JOB, Night(outcome=outcome), go_on=True), expected)
 
 
+@pytest.mark.parametrize(
+    ("rented_now", "reopened", "expected"),
+    [
+        pytest.param((), (), Rent(2, reopens=True), id="the first server is told"),
+        pytest.param((), {"srv_0"}, Rent(2, reopens=True), id="an earlier order was another"),
+        pytest.param({"srv_0"}, (), Rent(2, reopens=True), id="it vanished before it began again: the next is told"),
+        pytest.param({"srv_0"}, {"srv_0"}, Over(Outcome.LIMIT, "enough"), id="it began again and reached the limit again"),
+    ],
+)  # fmt: skip
+def test_an_order_to_go_on_is_carried_out_once(rented_now, reopened, expected):
+    """
+    Its server gets all limits anew; no later one does, and another end is the end.
+    """
+    night = Night(outcome="limit", reason="enough", rentals=(GONE,), reopened=reopened)
+
+    assert expected == decide_step(JOB, night, go_on=True, rented_now=rented_now)
+
+
+def test_after_a_server_that_went_on_the_next_one_just_joins():
+    """
+    It vanished in the middle: what is left of the new limits is for the next.
+    """
+    night = Night(rentals=(GONE,), reopened={"srv_0"}, trained={"srv_0"})
+
+    assert Rent(2) == decide_step(JOB, night, go_on=True, rented_now={"srv_0"})
+
+
+@pytest.mark.parametrize(("minutes", "is_anew", "expected"), [(1, True, True), (1, False, False), (-1, True, False)])
+def test_an_end_counts_until_the_run_is_begun_again(minutes: int, is_anew: bool, expected: bool):
+    """
+    The store may have the old word still.
+    """
+    end = datetime(2026, 1, 2, tzinfo=UTC)
+    begun = end + timedelta(minutes=minutes)
+    machine = Machine(id="m", opened_at=begun, paid_from=begun, seen_at=begun, is_anew=is_anew)
+
+    assert expected == is_outdated(end, (machine,))
+
+
 def test_machines_are_not_tried_for_ever():
     """
     provider.max_machines: a job that no machine is good for costs that many minimums a night at most,
@@ -114,7 +154,7 @@ def test_machines_are_not_tried_for_ever():
     night = Night(rentals=(GONE,), rented_at=two, now=now)
 
     assert isinstance(decide_step(JOB, night, go_on=False), NoMore)
-    assert Rent(2) == decide_step(JOB, night, go_on=True, rented_now={"srv_1"})
+    assert Rent(2, reopens=True) == decide_step(JOB, night, go_on=True, rented_now={"srv_1"})
     assert isinstance(decide_step(JOB, night, go_on=True, rented_now={"srv_0", "srv_1"}), NoMore)
     assert Rent(2) == decide_step(JOB, replace(night, trained={"srv_1"}), go_on=False)
     assert Rent(2) == decide_step(JOB, replace(night, now=now + ONE_NIGHT), go_on=False)
@@ -129,7 +169,7 @@ IN_VAIN = Refusal(server="srv_0", code=2, reason="no train.py", is_same=True, ag
         pytest.param({}, False, (), Refused(2, "srv_0: no train.py"), id="the job is at fault: the next would end likewise"),
         pytest.param({"age": ONE_NIGHT}, False, (), Refused(2, "srv_0: no train.py"), id="it does not mend itself"),
         pytest.param({"is_same": False}, False, (), Rent(2), id="job.yaml or the code has changed"),
-        pytest.param({}, True, (), Rent(2), id="go on"),
+        pytest.param({}, True, (), Rent(2, reopens=True), id="go on"),
         pytest.param({}, True, {"srv_0"}, Refused(2, "srv_0: no train.py"), id="went on, and it is the same again"),
         pytest.param({"server": "srv_9"}, False, (), Rent(2), id="a later server got further"),
         pytest.param({"code": 4}, False, (), Refused(4, "srv_0: no train.py"), id="the store is at fault"),
