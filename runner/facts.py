@@ -119,6 +119,7 @@ class Conclusion:
     outcome: Outcome
     reason: str
     at: datetime
+    attempt: int | None = None  # in the store: number of the last one before the end; None: an older runner's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +195,7 @@ class TaskKind(StrEnum):
     FORK = "fork"  # one checkpoint of another run to this disk, verified, committed as the first of this run
     RESTORE = "restore"  # one checkpoint from the store to this disk, verified, committed
     PUBLISH = "publish"  # journal, logs, status, conclusion to the store
+    REOPEN = "reopen"  # take back from the store that the run is over
     TIDY = "tidy"  # remote retention
     LEASE = "lease"  # takes the lease of the run and renews it; runs as long as the runner does
     PREFLIGHT = "preflight"  # look at the machine before the job: cards, links, memory, disk, store, software, money

@@ -15,6 +15,7 @@ from runner.policy.actions import (
     Discard,
     Distrust,
     End,
+    GoOn,
     Interrupt,
     Join,
     Kill,
@@ -140,6 +141,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             world.kill(savers=savers, hung=hung)
         case Conclude(outcome=outcome, reason=reason):
             journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))
+        case GoOn():
+            journal.append(events.gone_on(seen.now))
         case Notify(event=event, key=key, text=text):
             journal.append(events.notified(key, seen.now))
             world.notify(event, text)

@@ -98,8 +98,8 @@ class StoreView:
             self.ledger = ledger.parse(state.result.get("ledger"))
             self.job = (state.result.get("job") or {}).get("identity") or {}
             self.abilities = state.result.get("abilities")
-        if state.result.get("outcome"):
-            self.conclusion = parse_conclusion(state.result["outcome"])
+        if "outcome" in state.result:
+            self.conclusion = parse_conclusion(state.result["outcome"] or {})
 
 
 class LeaseView:
@@ -151,9 +151,10 @@ def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
     )
 
 
-def dump_conclusion(conclusion: Conclusion) -> dict[str, str]:
-    """`outcome.json` of the store; `parse_conclusion` reads it."""
-    return {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": conclusion.at.isoformat()}
+def dump_conclusion(conclusion: Conclusion, *, attempt: int) -> dict[str, Any]:
+    """`outcome.json` of the store; `parse_conclusion` reads it. `attempt`: number of the last one."""
+    at = conclusion.at.isoformat()
+    return {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": at, "attempt": attempt}
 
 
 def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
@@ -162,5 +163,12 @@ def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
             outcome=Outcome(fields["outcome"]),
             reason=str(fields["reason"])[:500],
             at=datetime.fromisoformat(fields["at"]),
+            attempt=last_attempt(fields),
         )
     return None
+
+
+def last_attempt(outcome: Mapping[str, Any]) -> int | None:
+    """Before the end, as `dump_conclusion` has it; None: it does not say."""
+    number = outcome.get("attempt")
+    return number if type(number) is int else None

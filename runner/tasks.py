@@ -344,10 +344,18 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     soon = is_running or arguments["is_leaving"]
     number = _publish_files(store, arguments, log_bytes=_LOG_SOON_BYTES if soon else _LOG_LIMIT_BYTES)
     if conclusion:
-        transfer.publish(store, arguments["job"], {"outcome.json": json.dumps(conclusion).encode()})
+        transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
     if not is_running and arguments["machine"]["attempts"]:  # else an earlier machine's report says more
         _publish_report(store, arguments)
     return {"summary": f"{number} files"}
+
+
+def reopen(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    """Written over, not removed: a key that may not delete may open a run again."""
+    progress(0.0, "opening the run again")
+    told = {"outcome": "", "reason": "open again", "at": datetime.now(UTC).isoformat(timespec="seconds")}
+    transfer.publish(_store(arguments), arguments["job"], {transfer.OUTCOME: json.dumps(told).encode()})
+    return {"outcome": None, "summary": f"it is not over any more ({arguments['subject']})"}
 
 
 def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -399,6 +407,7 @@ TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]]
     TaskKind.RESTORE: restore,
     TaskKind.PUBLISH: publish,
     TaskKind.NOTIFY: tell,
+    TaskKind.REOPEN: reopen,
     TaskKind.TIDY: tidy,
     TaskKind.VERIFY: verify,
     TaskKind.LEASE: lease,

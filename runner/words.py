@@ -45,6 +45,7 @@ from runner.policy.actions import (
     Discard,
     Distrust,
     End,
+    GoOn,
     Interrupt,
     Join,
     Kill,
@@ -169,6 +170,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return "bring the data in"
         case Begin(kind=TaskKind.SETUP):
             return "bring the source and run the set-up"
+        case Begin(kind=TaskKind.REOPEN, subject=what):
+            return f"open the run again in the store: it was over there ({what})"
         case Begin(kind=TaskKind.RESTORE, subject=name):
             return f"restore {name} from the store: this disk does not have it"
         case Begin(kind=TaskKind.FORK, subject=subject):
@@ -207,6 +210,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
             return f"kill {'the saver' if savers else 'the attempt'}: {reason}"
         case Conclude(outcome=outcome, reason=reason):
             return f"conclude {outcome}: {reason}"
+        case GoOn(reason=reason):
+            return f"go on: {reason}"
         case Notify(event=event):
             return f"notify: {event}"
         case End():
@@ -372,7 +377,7 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR09
             return f"outputs {state.subject} are in the store: {summary}" if state.result.get("sent_bytes") else ""
         case TaskKind.SETUP:
             return f"the code is in place: {summary}"
-        case TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
+        case TaskKind.REOPEN | TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
             return ""
         case TaskKind.EVIDENCE:
             return f"evidence/{state.subject} has what was seen of it: {summary}"

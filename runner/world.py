@@ -297,11 +297,15 @@ class RealWorld:
             "num_procs": setting.num_procs,
             "num_cards": setting.num_cards,
             "deadline_at": self._deadline_at.isoformat() if self._deadline_at else None,
-            "conclusion": dump_conclusion(self._history.conclusion) if self._history.conclusion else None,
+            "conclusion": self._dump_conclusion(),
             "machine": ledger.dump_machine(self._describe_machine()),
             "is_leaving": self.leaving.is_set(),
             "attempt": self._sight.identity(),
         }
+
+    def _dump_conclusion(self) -> dict[str, Any] | None:
+        history = self._history
+        return dump_conclusion(history.conclusion, attempt=history.next_number - 1) if history.conclusion else None
 
     def _describe_machine(self) -> Machine:
         """This machine's entry in the ledger."""

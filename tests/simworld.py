@@ -239,6 +239,11 @@ class SimWorld:
         self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref in keep}
         return ""
 
+    def _do_reopen(self, subject: str) -> str:
+        del subject
+        self.elsewhere.outcome = None
+        return ""
+
     def _do_publish(self, subject: str) -> str:
         if subject in set(Outcome):
             self.elsewhere.outcome = Conclusion(outcome=subject, reason="published", at=self.elsewhere.now)
@@ -304,6 +309,7 @@ class SimWorld:
     def launch(self, attempt: Attempt) -> None:
         if attempt.resume is not None:
             assert attempt.resume in {c.ref for c in self.dir.committed()}
+        assert self.offsite is None or self.elsewhere.outcome is None, "the store says that a run is over which trains"
         self.elsewhere.launches.append((attempt.number, attempt.resume.step if attempt.resume else None))
         self.elsewhere.environments.append(dict(attempt.env))
         self.attempt, self.exit, self.end, self.leave_sent_at = attempt, None, None, None

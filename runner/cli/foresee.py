@@ -20,7 +20,7 @@ from runner.errors import RunnerError
 from runner.facts import Checkpoint, Conclusion, Finished, History, Observed, Running, TaskKind
 from runner.folder import RunFolder
 from runner.job import Job
-from runner.policy.actions import Accept, Action, Begin, Conclude, Discard, End, Launch, Prune, RecordExit, Wait
+from runner.policy.actions import Accept, Action, Begin, Conclude, Discard, End, GoOn, Launch, Prune, RecordExit, Wait
 from runner.policy.batch import tell_batch
 from runner.policy.lifecycle import decide
 from runner.policy.limits import deadline
@@ -141,7 +141,10 @@ def _as_done(  # noqa: PLR0911  # one arm a deed
         case Begin(kind=kind, subject=subject):
             back = tuple(c for c in seen.offsite or () if kind is TaskKind.RESTORE and c.ref.name == subject)
             tasks = {**seen.tasks, kind: Finished(subject=subject, at=seen.now)}
-            return history, replace(seen, local=(*seen.local, *back), tasks=tasks)
+            over = None if kind is TaskKind.REOPEN else seen.concluded_elsewhere
+            return history, replace(seen, local=(*seen.local, *back), tasks=tasks, concluded_elsewhere=over)
+        case GoOn():
+            return events.fold(history, events.gone_on(seen.now)), seen
         case Conclude(outcome=outcome, reason=reason):
             conclusion = Conclusion(outcome=outcome, reason=reason, at=seen.now)
             return events.fold(history, events.concluded(conclusion)), seen

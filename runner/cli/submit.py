@@ -60,6 +60,7 @@ from runner.policy.night import (
     wish_of,
 )
 from runner.policy.resume import is_elsewhere
+from runner.results import last_attempt
 from runner.supervise.pack import pack
 
 STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
@@ -281,7 +282,8 @@ class _Submission:
             return None
         self._trouble_since = None
         verdict, machines = status.get("verdict") or {}, ledger.parse(told)
-        if is_outdated(_moment(str(outcome.get("at"))), machines):
+        is_void = ledger.is_void(last_attempt(outcome), machines)
+        if is_void or is_outdated(_moment(str(outcome.get("at"))), machines):
             outcome = {}
         told_by = str(status.get("server") or "")
         live = next((rental for rental in rentals if rental.state is not ServerState.GONE), None)

@@ -14,10 +14,10 @@ from typing import Final
 
 import structlog
 
-from runner.facts import History, Observed
+from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
 from runner.job import Job
-from runner.policy.actions import Accept, Action, End, Launch, Wait
+from runner.policy.actions import Accept, Action, End, GoOn, Launch, Wait
 from runner.policy.batch import tell_batch
 from runner.policy.scaling import tell_scaling
 from runner.report import gather_folder, page
@@ -112,8 +112,8 @@ class Teller:
             self._begun_at = seen.now
             for line in opening(self._job, seen, self._around, self._machine):
                 self._log.info(line)
-            if history.conclusion:
-                self._log.info(f"this job is over already ({history.conclusion.outcome}): nothing is trained")
+            if history.conclusion and not isinstance(action, GoOn):
+                self._log.info(_tell_over(history.conclusion.outcome))
             else:
                 self._tell_grace(first=True)
         self._echo(seen, history)
@@ -236,6 +236,11 @@ class Teller:
         self._write_status(self._before, history, acted=True)
         with suppress(OSError):
             self._folder.report.write_text(page(gather_folder(self._folder.root)))
+
+
+def _tell_over(outcome: Outcome) -> str:
+    again = "--start-over trains anew" if outcome is Outcome.SUCCEEDED else "--go-on goes on, --start-over trains anew"
+    return f"this job is over already ({outcome}): nothing is trained; {again}"
 
 
 def _remembered_save_s(path: Path) -> float | None:

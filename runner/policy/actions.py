@@ -135,6 +135,13 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """The run was over, and what ended it does not hold any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Notify:
     """Tell a person. `key` is journaled: what it stands for was told then."""
 
@@ -178,6 +185,7 @@ Action = (
     | Interrupt
     | Kill
     | Conclude
+    | GoOn
     | Notify
     | End
     | Leave

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 from runner.facts import (
     FULL_BYTES,
+    Conclusion,
     Ending,
     Failed,
     Finished,
@@ -20,8 +21,8 @@ from runner.job import Job
 from runner.policy.actions import WRONG_JOB, Action, Begin, Conclude, Discard, Join, Launch, Leave, Wait
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import lock_out, refuse, refuse_job
-from runner.policy.house import has_room, keep_house, publish_now_and_then, tidy, trim_logs
-from runner.policy.ledger import sum_up
+from runner.policy.house import has_room, keep_house, publish_now_and_then, tell_end, tidy, trim_logs
+from runner.policy.ledger import is_void, sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import DISK_FULL, GiveUp, Retry, Succeeded, decide_restart
 from runner.policy.resume import NEVER, Fetch, Fork, From, plan_fork, plan_resume, resume_floor, stale_copies
@@ -33,6 +34,7 @@ PREFLIGHT_PATIENCE = timedelta(minutes=3)  # a check that hangs must not keep a 
 PUBLISH_PATIENCE = timedelta(minutes=1)
 # A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
+_ELSEWHERE = " (on an earlier machine)"
 
 
 def between_attempts(job: Job, history: History, seen: Observed) -> Action:
@@ -88,11 +90,19 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
         return refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
     if seen.ledger is not None and seen.machine != history.machine:
         return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
-    elsewhere = seen.concluded_elsewhere
-    over = elsewhere and elsewhere.outcome in _OVER_EVERYWHERE
-    if elsewhere and over and not history.attempts and not history.fresh_from and job.checkpoint.resume != NEVER:
-        return Conclude(elsewhere.outcome, f"{elsewhere.reason} (on an earlier machine)")
+    elsewhere = _over_there(seen)
+    is_reopened = history.fresh_from or (history.reopened_on and history.reopened_on == seen.machine)
+    if elsewhere and not history.attempts and not is_reopened and job.checkpoint.resume != NEVER:
+        return Conclude(elsewhere.outcome, f"{elsewhere.reason.removesuffix(_ELSEWHERE)}{_ELSEWHERE}")
     return None
+
+
+def _over_there(seen: Observed) -> Conclusion | None:
+    """Done or stopped, by the store; and nobody has trained since."""
+    over = seen.concluded_elsewhere
+    if over is None or over.outcome not in _OVER_EVERYWHERE or is_void(over.attempt, seen.ledger or ()):
+        return None
+    return over
 
 
 def _look_meanwhile(seen: Observed) -> Action | None:
@@ -130,9 +140,7 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
 
 def _has_trained(seen: Observed) -> bool:
     """Whether the store has anything that another command could be mistaken for."""
-    elsewhere = seen.concluded_elsewhere
-    over = elsewhere is not None and elsewhere.outcome in _OVER_EVERYWHERE
-    return over or bool(seen.offsite) or any(machine.attempts for machine in seen.ledger or ())
+    return _over_there(seen) is not None or bool(seen.offsite) or any(machine.attempts for machine in seen.ledger or ())
 
 
 def _expect_disk(job: Job, history: History, seen: Observed) -> Action | None:
@@ -254,7 +262,18 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
         return _fork(job, seen, plan)
     if isinstance(plan, Fetch):
         return _fetch(job, seen, plan.ref)
-    return _launch(history, seen, plan, floor, env, job)
+    launch = _launch(history, seen, plan, floor, env, job)
+    return (_open_again(job, seen) if isinstance(launch, Launch) else None) or launch
+
+
+def _open_again(job: Job, seen: Observed) -> Action | None:
+    """A machine that vanishes must not leave behind that the run is over: that is taken back before it trains."""
+    over = seen.concluded_elsewhere
+    if over is None or job.offload.to is None:
+        return None
+    if not may_write(seen):
+        return _answer(TaskKind.LEASE, "of the run", job, seen)
+    return _bring(TaskKind.REOPEN, tell_end(over), job, seen)
 
 
 def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:

@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-from runner.facts import Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
+from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
 from runner.job import Job
 from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, TrimLogs, Wait
 from runner.policy.divergence import is_distrusted, newest_good
@@ -24,6 +24,7 @@ def keep_house(job: Job, history: History, seen: Observed) -> Action | None:
         or end_stuck(seen)
         or _hold_lease(job, seen)
         or _survey(job, seen)
+        or _open_again(history, seen)
         or set_aside(seen)
         or _commit(seen)
         or _upload(job, seen)
@@ -48,6 +49,18 @@ def _survey(job: Job, seen: Observed) -> Action | None:
     if job.offload.to is None or seen.offsite is not None:
         return None
     return begin(TaskKind.SURVEY, "store", seen)
+
+
+def _open_again(history: History, seen: Observed) -> Action | None:
+    """Of an attempt that was launched while the store was away; before what it saves is sent there."""
+    if seen.concluded_elsewhere is None or not history.attempts or history.attempts[-1].ending is not None:
+        return None
+    return begin(TaskKind.REOPEN, tell_end(seen.concluded_elsewhere), seen)
+
+
+def tell_end(over: Conclusion) -> str:
+    """How the store's word is named, apart from any other."""
+    return f"{over.outcome}, {over.at.isoformat(timespec='seconds')}"
 
 
 def set_aside(seen: Observed) -> Action | None:

@@ -92,6 +92,11 @@ def sum_up(machines: tuple[Machine, ...], *, but: str) -> Earlier:
     )
 
 
+def is_void(attempt: int | None, machines: tuple[Machine, ...]) -> bool:
+    """Whether an end after this attempt was one only until the next: numbers go on over machines, clocks do not."""
+    return attempt is not None and any(made.number > attempt for machine in machines for made in machine.attempts)
+
+
 # ------------------------------------------------------------------------------------- JSON
 
 

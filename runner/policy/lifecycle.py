@@ -1,10 +1,8 @@
 """The whole life of a job, as one decision. The phases are read in the order in which `decide` asks for them."""
 
-from dataclasses import replace
-
 from runner.facts import Attempt, Ending, Exit, History, Observed, Outcome
 from runner.job import Job
-from runner.policy.actions import Accept, Action, RecordExit
+from runner.policy.actions import Accept, Action, GoOn, RecordExit
 from runner.policy.between import between_attempts
 from runner.policy.finish import after_the_end
 from runner.policy.house import commit_last, set_aside_spoilt
@@ -17,9 +15,7 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     """Return the next action. The rules are in order of urgency; the first that applies wins."""
     if history.accepted_at is None:
         return Accept()
-    if _may_go_on(history, seen):
-        history = replace(history, conclusion=None)
-    if first := cease(seen) or set_aside_spoilt(history, seen):
+    if first := _go_on(history, seen) or cease(seen) or set_aside_spoilt(history, seen):
         return first
     if seen.live is not None:
         return while_live(job, history, seen, seen.live)
@@ -30,15 +26,21 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     return between_attempts(job, history, seen)
 
 
-def _may_go_on(history: History, seen: Observed) -> bool:
-    """A limit that was raised since is no end any more, nor is a machine at fault that this is not."""
-    if history.conclusion is None:
-        return False
-    if history.conclusion.outcome is Outcome.REFUSED:
+def _go_on(history: History, seen: Observed) -> GoOn | None:
+    """
+    A limit that was raised since is no end any more, nor is a machine at fault that this is not.
+
+    Journaled: what is told and published while it trains must not say that it is over.
+    """
+    over = history.conclusion
+    if over is not None and over.outcome is Outcome.REFUSED:
         last = history.attempts[-1] if history.attempts else None
-        return last is not None and (last.boot_id != seen.boot_id or last.launched_at > history.conclusion.at)
+        is_other = last is not None and (last.boot_id != seen.boot_id or last.launched_at > over.at)
+        return GoOn("this is not the machine that was at fault") if is_other else None
     limit = limit_at(history, seen)
-    return history.conclusion.outcome is Outcome.LIMIT and limit is not None and seen.now < limit
+    if over is not None and over.outcome is Outcome.LIMIT and limit is not None and seen.now < limit:
+        return GoOn("the limit that was reached is a later one now")
+    return None
 
 
 def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordExit:

@@ -13,7 +13,7 @@ STUCK = timedelta(minutes=30)  # without a piece that has moved
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
 # These tell of each piece that has moved.
 _MOVERS = (TaskKind.UPLOAD, TaskKind.OUTPUTS, TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.VERIFY)
-WRITERS = (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
+WRITERS = (TaskKind.SURVEY, TaskKind.REOPEN, TaskKind.UPLOAD, TaskKind.TIDY, TaskKind.PUBLISH, TaskKind.OUTPUTS)
 # A refusal of the store ends what waits for it; where nothing does, these ask again.
 ASK_AGAIN = frozenset({TaskKind.LEASE, *WRITERS})
 

@@ -115,6 +115,10 @@ def concluded(conclusion: Conclusion) -> Event:
     }
 
 
+def gone_on(at: datetime) -> Event:
+    return {"event": "gone_on", "at": at.isoformat()}
+
+
 def stop_sent(life: str, *, keep: bool, at: datetime) -> Event:
     return {"event": "stop_sent", "life": life, "keep": keep, "at": at.isoformat()}
 
@@ -167,6 +171,8 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR
         case {"event": "concluded", "outcome": outcome, "reason": reason, "at": at}:
             conclusion = Conclusion(outcome=Outcome(outcome), reason=reason, at=datetime.fromisoformat(at))
             return replace(history, conclusion=conclusion)
+        case {"event": "gone_on"}:
+            return replace(history, conclusion=None)
         case {"event": "stop_sent", "life": life}:
             return replace(history, stop_sent_in=life)
         case {"event": "notified", "key": key, "at": at}:

@@ -23,6 +23,7 @@ from runner.facts import (
     Lease,
     LeaseState,
     Live,
+    Machine,
     Observed,
     Outcome,
     Preflight,
@@ -32,6 +33,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import Job
+from runner.policy import ledger
 from runner.policy.actions import Begin, Cease, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
@@ -62,6 +64,9 @@ GPU_ECC = Diagnosis(
 P2P_HANG = replace(
     GPU_ECC, label="p2p_hang", category="nccl", decision=Decision.RETRY_ENV, env={"NCCL_P2P_DISABLE": "1"}
 )
+
+
+ATTEMPT = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START)
 
 
 def at(turns):
@@ -504,6 +509,60 @@ def test_go_on_after_a_stop(tmp_path):
 
     assert 0 == end.code
     assert elsewhere.launches[-1][1] is not None
+
+
+@pytest.mark.parametrize(("ended", "start_over"), [({}, True), ({"stop_at": at(4)}, False), ({"stop_at": at(4)}, True)])
+def test_a_run_that_was_reopened_goes_on_on_the_next_machine(tmp_path, ended, start_over):
+    """
+    Done or stopped, then reopened: when that machine vanishes, the next one resumes and does not say that it is over.
+    """
+    elsewhere = Elsewhere(**ended)
+    boot(JOB, tmp_path / "job", elsewhere)
+    elsewhere.stop_at, elsewhere.sigterms = None, {elsewhere.now + 6 * TURN}
+    reopened = events.reopened(start_over=start_over, order="o", at=elsewhere.now)
+    assert 75 == boot(JOB, tmp_path / "job", elsewhere, last_step=2000, before=lambda j: j.append(reopened))[0].code
+    elsewhere.promised.clear()
+
+    end, _ = boot(JOB, tmp_path / "next", elsewhere, last_step=2000)
+
+    assert (0, "training is done") == (end.code, end.reason)
+    assert [1, 2, 3] == [number for number, _ in elsewhere.launches]
+    assert elsewhere.launches[-1][1]
+
+
+def test_a_store_that_comes_back_hears_that_the_run_goes_on_before_anything_else():
+    """
+    An attempt that was launched without the store takes its end back there, and then uploads; once it is there, never.
+    """
+    over = Conclusion(outcome=Outcome.SUCCEEDED, reason="", at=START, attempt=1)
+    checkpoint = Checkpoint(ref=Ref(2, 100, 2, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+    history = History(accepted_at=START, opened_at=START, attempts=(ATTEMPT,))
+    lease = {TaskKind.LEASE: Running(subject="of the run", started_at=START)}
+    seen = Observed(
+        now=at(1),
+        boot_id="b",
+        life="l",
+        live=Live(attempt_id="a", trainers=(1,), savers=()),
+        local=(checkpoint,),
+        offsite=(),
+        tasks=lease,
+    )
+
+    again = decide(JOB, history, replace(seen, concluded_elsewhere=over))
+
+    assert TaskKind.REOPEN is again.kind
+    assert Begin(TaskKind.UPLOAD, checkpoint.ref.name) == decide(JOB, history, seen)
+
+
+@pytest.mark.parametrize(("attempts", "is_void"), [((), False), ((1,), False), ((1, 2), True)])
+def test_an_end_is_void_once_somebody_trained_after_it(attempts, is_void):
+    """
+    By the numbers of attempts in the ledger, which go on over machines; an end without a number stands.
+    """
+    made = tuple(replace(ATTEMPT, number=number) for number in attempts)
+    machine = Machine(id="m", opened_at=START, paid_from=START, seen_at=START, attempts=made)
+
+    assert [is_void, False] == [ledger.is_void(attempt, (machine,)) for attempt in (1, None)]
 
 
 def test_a_failing_set_up_is_the_jobs_own_fault(tmp_path):

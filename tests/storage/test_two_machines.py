@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.supervise.process import end_all, find
+
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 JOB = """
 name: tiny
@@ -26,12 +28,12 @@ class Machines:
     def __init__(self, folder):
         self.folder, self.begun = folder, []
 
-    def start(self, name, *, steps):
+    def start(self, name, *options, steps):
         """A runner in a workspace of its own."""
         job = self.folder / f"job-{steps}.yaml"
         job.write_text(JOB.format(python=sys.executable, trainer=TRAINER, steps=steps, store=self.folder / "store"))
         env = {**os.environ, "VRAMFARM_WORKSPACE": str(self.folder / name)}
-        argv = [sys.executable, "-m", "runner", "run", "--config", str(job), "--accept-change"]
+        argv = [sys.executable, "-m", "runner", "run", "--config", str(job), "--accept-change", *options]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.begun.append(subprocess.Popen(argv, env=env, stderr=log, stdout=log, cwd=Path(__file__).parents[2]))
         return self.begun[-1]
@@ -107,3 +109,24 @@ def check_history(folder):
 def command(*args):
     argv = [sys.executable, "-m", "runner", *args]
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])
+
+
+def test_a_run_that_is_trained_anew_is_not_over_when_its_machine_vanishes(machines):
+    """
+    Done, started over, killed, the folder gone: the next machine goes on with the new attempt's checkpoint.
+    """
+    assert 0 == machines.start("first", steps=2).wait(90), machines.log("first")
+    again = machines.start("first", "--start-over", steps=5000)
+    machines.until("first", "is in the store")
+    end_all(lambda: find("VRAMFARM_WORKSPACE", str(machines.folder / "first")), timeout_s=30)
+    again.wait(60)
+    (machines.folder / "first").rename(machines.folder / "gone")
+    (machines.folder / "store" / "tiny" / "lease.json").unlink()  # else it is watched for a minute
+
+    next_ = machines.start("next", steps=5001)
+    machines.until("next", "launch attempt 3 from step")
+
+    assert '"outcome": ""' in (machines.folder / "store" / "tiny" / "outcome.json").read_text()
+    assert "conclude" not in machines.log("next")
+    next_.send_signal(signal.SIGTERM)
+    assert 75 == next_.wait(60), machines.log("next")

@@ -101,7 +101,9 @@ def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, lis
         outcome = json.loads(raw)
     except (ValueError, RecursionError):
         outcome = None
-    return (outcome, []) if isinstance(outcome, dict) else (None, [f"{OUTCOME}: expected a JSON object"])
+    if not isinstance(outcome, dict):
+        return None, [f"{OUTCOME}: expected a JSON object"]
+    return (outcome, []) if outcome.get("outcome") else (None, [])  # without one: it was opened again
 
 
 def _list_checkpoints(store: Store, job: str) -> dict[str, dict[str, Entry]]:
