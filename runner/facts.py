@@ -90,6 +90,7 @@ class Attempt:
     ending: Ending | None = None
     exit: Exit | None = None
     step: int = 0  # last optimizer step seen
+    from_log: bool = False  # it is a guess, by lines that rank 0 printed
     ended_at: datetime | None = None
     reason: str = ""  # first error, for a human
     diagnosis: Diagnosis | None = None  # of one that failed
@@ -99,6 +100,11 @@ class Attempt:
     first_step_at: datetime | None = None  # None: none was seen by a runner
     killed: str = ""  # why the runner killed it
     origin: str = ""  # the checkpoint of another run that `resume` is a copy of
+
+    @property
+    def told_step(self) -> int:
+        """The step that ranks themselves reported: a guess decides nothing."""
+        return 0 if self.from_log else self.step
 
 
 class Outcome(StrEnum):
@@ -244,7 +250,7 @@ TaskState = Running | Finished | Failed | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the ranks last said through the control page. Zeros where they said nothing."""
+    """What the ranks last said through the control page, else in their log. Zeros where they said nothing."""
 
     step: int = 0
     max_steps: int = 0
@@ -256,6 +262,7 @@ class Progress:
     num_failed: int = 0
     save_error: str = ""
     attached: bool = False  # the script uses the library
+    from_log: bool = False  # step, loss and rate are a guess, by lines that rank 0 printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

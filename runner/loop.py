@@ -128,6 +128,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
                     at=seen.now,
                     diagnosis=diagnosis,
                     steps_per_s=rate,
+                    from_log=seen.progress.from_log and step == seen.progress.step,
                 )
             )
             world.forget(journal.history.attempts[-1])

@@ -36,6 +36,7 @@ from runner.supervise.page import ProgressReader
 from runner.supervise.process import Process
 from runner.supervise.pulse import PulseReader
 from runner.supervise.saves import are_written
+from runner.supervise.steps import StepReader
 from runner.supervise.triage import first_error
 from runner.supervise.trim import Ahead, stored_bytes, trim
 from vramfarm.protocol import ControlPage, Word
@@ -44,6 +45,7 @@ _LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
 _SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
 _KEEP_AHEAD_EVERY: Final = timedelta(seconds=5)
 _FIND_EVERY: Final = timedelta(seconds=2)
+_READ_LOG_EVERY: Final = timedelta(seconds=2)
 _NS: Final = 1e-9
 
 
@@ -56,6 +58,8 @@ class AttemptSight:
         self._guard, self._loss = guard, LossWatch()
         self.attempt: Attempt | None = None
         self._reader: ProgressReader | None = None
+        self._steps: StepReader | None = None
+        self._steps_at = datetime.min.replace(tzinfo=UTC)
         self._progress = Progress()
         self._save_s = 0.0
         self._leave_sent_at: datetime | None = None
@@ -74,7 +78,9 @@ class AttemptSight:
         folder = self._folder.attempt(attempt.number)
         live = self._live(attempt.id, folder, seen.now)
         exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
-        self._read_page(seen.now)
+        self._read_page()
+        self._read_steps(folder, seen.now, ended=live is None or not live.trainers)
+        self._remember_first_step(seen.now)
         is_known = exit_ is not None and (exit_.code is not None or attempts.is_unwatched(folder))
         seen_exit = exit_ if live is None or is_known else None
         self._exit_seen_at = (self._exit_seen_at or seen.now) if seen_exit else None
@@ -120,7 +126,7 @@ class AttemptSight:
             )
         return self._told[1]
 
-    def _read_page(self, now: datetime) -> None:
+    def _read_page(self) -> None:
         assert self.attempt is not None
         if self._reader is None:
             page = pages.find(self._folder.root, self.attempt.id)
@@ -128,21 +134,35 @@ class AttemptSight:
         if self._reader is None:
             return
         page = self._reader.page
-        self._progress = self._reader.read()
-        self._loss = watch_loss(self._loss, self._progress, self._guard)
+        told = self._reader.read()
+        self._loss = watch_loss(self._loss, told, self._guard)
+        self._progress = self._steps.fill(told) if self._steps else told
         self._save_s = page[Word.SAVE_NS] * _NS
-        began_at = self.attempt.resume.step if self.attempt.resume else 0
+        if pages.leave_requested(page) and self._leave_sent_at is None:  # by an earlier life
+            self._leave_sent_at, self._terminated = self._clock.now(), True
+
+    def _read_steps(self, folder: Path, now: datetime, *, ended: bool) -> None:
+        """What the log says of a script without the library; once more when it has ended."""
+        if self._progress.attached or (not ended and now - self._steps_at < _READ_LOG_EVERY):
+            return
+        self._steps, self._steps_at = self._steps or StepReader(folder), now
+        self._steps.look(time.monotonic(), ended=ended)
+        self._progress = self._steps.fill(self._progress)
+
+    def _remember_first_step(self, now: datetime) -> None:
+        assert self.attempt is not None
+        began_at = self.attempt.resume.step if self.attempt.resume and not self._progress.from_log else 0
         if self._progress.step > began_at:
             self._first_step_at = self._first_step_at or now
-        if pages.leave_requested(page) and self._leave_sent_at is None:  # by an earlier life
-            self._leave_sent_at, self._terminated = now, True
 
     def shim(self) -> Process | None:
         """Who ends when the attempt has ended, while it lives."""
         return attempts.find_shim(self._folder.attempt(self.attempt.number)) if self.attempt else None
 
     def running(self) -> ledger.Running:
-        return ledger.Running(step=self._progress.step, first_step_at=self._first_step_at)
+        return ledger.Running(
+            step=self._progress.step, first_step_at=self._first_step_at, from_log=self._progress.from_log
+        )
 
     def interrupt(self) -> None:
         """Ask through the page; ranks that do not look there get SIGTERM, on which some trainers save."""

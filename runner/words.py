@@ -415,7 +415,7 @@ def phase(history: History, seen: Observed) -> str:
 def _live_phase(seen: Observed) -> str:
     if seen.leave_sent_at is not None:
         return "LEAVING"
-    return "RUNNING" if seen.progress.attached and seen.progress.step else "STARTING"
+    return "RUNNING" if seen.progress.step else "STARTING"
 
 
 # ----------------------------------------------------------------------------------- status
@@ -438,6 +438,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "job": job.name,
         "phase": phase(history, seen),
         "step": _step(history, seen),
+        "steps_from": _steps_from(history, seen),
         "max_steps": seen.progress.max_steps or None,
         "loss": seen.progress.loss if isfinite(seen.progress.loss or 0.0) else None,  # JSON has no word for NaN
         "loss_wrong_since": seen.divergence.since_step if seen.divergence else None,
@@ -507,9 +508,18 @@ def _verdict(seen: Observed) -> Mapping[str, Any] | None:
 
 def _step(history: History, seen: Observed) -> int:
     """The newest step known: of the running attempt, of the last one, of the checkpoints."""
+    if seen.progress.from_log:
+        return seen.progress.step  # saves without a number in their names are only counted
     of_attempts = max((a.step for a in history.attempts[-1:]), default=0)
     of_checkpoints = max((c.ref for c in (*seen.local, *(seen.offsite or ()))), default=None)
     return max(seen.progress.step, of_attempts, of_checkpoints.step if of_checkpoints else 0)
+
+
+def _steps_from(history: History, seen: Observed) -> str | None:
+    """Who says the steps of the last attempt: ranks through the library, or lines of the log, which is a guess."""
+    if seen.progress.from_log or (history.attempts and history.attempts[-1].from_log):
+        return "log"
+    return "library" if seen.progress.attached else None
 
 
 def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
@@ -618,7 +628,7 @@ def _spendings(history: History, seen: Observed, around: Surroundings) -> tuple[
         paid_from=around.first_boot_at or history.opened_at or seen.now,
         seen_at=seen.now,
     )
-    running = RunningAttempt(step=seen.progress.step, first_step_at=seen.first_step_at)
+    running = RunningAttempt(step=seen.progress.step, first_step_at=seen.first_step_at, from_log=seen.progress.from_log)
     machines = merge(seen.ledger or (), describe_machine(history, known, seen.now, running))
     newest = max((c.ref for c in (*seen.local, *(seen.offsite or ()))), default=None)
     return share_out(machines, newest.step if newest else 0)

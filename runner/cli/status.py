@@ -179,6 +179,8 @@ def _phase(status: Status, *, alive: bool | None, left: int, now: datetime) -> s
 def _progress(status: Status) -> str:
     step, max_steps = status.get("step") or 0, status.get("max_steps")
     parts = [f"step {step}/{max_steps}" if max_steps else f"step {step}"]
+    if status.get("steps_from") == "log":
+        parts[0] += " (by its log)"
     if (loss := status.get("loss")) is not None:
         parts.append(f"loss {loss:.4g}")
     if rate := status.get("steps_per_s"):

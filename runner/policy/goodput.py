@@ -62,12 +62,18 @@ def share_out(machines: tuple[Machine, ...], newest_step: int) -> tuple[Spending
     if attempts:
         last = attempts[-1]
         is_whole = last.ending in {None, Ending.SUCCEEDED}  # one that runs has lost nothing yet
-        kept[last.id] = last.step if is_whole else newest_step
+        kept[last.id] = _step_of(last) + _steps(last) if is_whole else newest_step
     return tuple(_spend(machine, kept) for machine in machines)
 
 
 def _step_of(attempt: Attempt) -> int:
     return attempt.resume.step if attempt.resume else 0
+
+
+def _steps(attempt: Attempt) -> int:
+    """How many it made. A log that begins with less than the checkpoint counts anew in each attempt."""
+    steps = attempt.step - _step_of(attempt)
+    return attempt.step if attempt.from_log and steps <= 0 else steps
 
 
 def _spend(machine: Machine, kept: dict[str, int]) -> Spending:
@@ -100,7 +106,7 @@ def _begin(machine: Machine) -> datetime:
 
 def _share(attempt: Attempt, kept_step: int, launched: datetime, ended: datetime) -> Share:
     """Of the part of the attempt that counts: from `launched` to `ended`."""
-    began, steps = _step_of(attempt), attempt.step - _step_of(attempt)
+    began, steps = _step_of(attempt), _steps(attempt)
     if steps <= 0:
         return Share(number=attempt.number, startup_s=_seconds(launched, ended), useful_s=0.0, lost_s=0.0)
     trained_from = min(max(attempt.first_step_at or launched, launched), ended)

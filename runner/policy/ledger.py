@@ -30,6 +30,7 @@ class Running:
 
     step: int
     first_step_at: datetime | None
+    from_log: bool = False
 
 
 def describe_machine(history: History, known: Machine, now: datetime, running: Running | None = None) -> Machine:
@@ -38,7 +39,7 @@ def describe_machine(history: History, known: Machine, now: datetime, running: R
     attempts = history.attempts
     if running and attempts and attempts[-1].ending is None:
         first_step_at = attempts[-1].first_step_at or running.first_step_at
-        last = replace(attempts[-1], step=running.step, first_step_at=first_step_at)
+        last = replace(attempts[-1], step=running.step, first_step_at=first_step_at, from_log=running.from_log)
         attempts = (*attempts[:-1], last)
     return replace(
         known,
@@ -127,6 +128,7 @@ def dump_attempt(attempt: Attempt) -> dict[str, Any]:
         "ending": attempt.ending,
         "code": attempt.exit.code if attempt.exit else None,
         "step": attempt.step,
+        "from_log": attempt.from_log,
         "reason": attempt.reason,
         "world_size": attempt.world_size,
         "steps_per_s": attempt.steps_per_s,
@@ -185,6 +187,7 @@ def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
         ending=Ending(found["ending"]) if found.get("ending") else None,
         exit=Exit(code=found.get("code")) if found.get("ending") else None,
         step=_count(found.get("step", 0)),
+        from_log=found.get("from_log") is True,
         reason=str(found.get("reason", ""))[:2000],
         world_size=int(found.get("world_size", 0)),
         steps_per_s=float(found.get("steps_per_s") or 0.0),

@@ -120,7 +120,7 @@ def count_failures(attempts: tuple[Attempt, ...], newest: Ref | None) -> int:
 
 def _had_no_disk(attempt: Attempt) -> bool:
     found = attempt.diagnosis
-    trained = attempt.step > (attempt.resume.step if attempt.resume else 0)
+    trained = attempt.told_step > (attempt.resume.step if attempt.resume else 0)
     return found is not None and found.label == DISK_FULL and not found.primary_line and not trained
 
 
@@ -183,7 +183,7 @@ def _never_began(attempts: Sequence[Attempt], found: Diagnosis) -> bool:
     """Whether no attempt ever trained, and the last one ended at once with an error that time does not cure."""
     last = attempts[-1]
     assert last.ended_at is not None
-    trained = any(a.step > (a.resume.step if a.resume else 0) for a in attempts)
+    trained = any(a.told_step > (a.resume.step if a.resume else 0) for a in attempts)
     known = found.label in _CERTAIN or _CERTAIN_LINE.search(found.primary_line) is not None
     return known and not trained and last.ended_at - last.launched_at < START_UP
 
@@ -209,8 +209,8 @@ def _place(found: Diagnosis) -> tuple[str, str]:
 
 def _is_same_step(one: Attempt, other: Attempt) -> bool:
     """Step 0 is the start only if both ended soon: a script that tells no steps is always there."""
-    is_known = one.step > 0 or all(a.ended_at and a.ended_at - a.launched_at < START_UP for a in (one, other))
-    return is_known and abs(one.step - other.step) <= 1
+    is_known = one.told_step > 0 or all(a.ended_at and a.ended_at - a.launched_at < START_UP for a in (one, other))
+    return is_known and abs(one.told_step - other.told_step) <= 1
 
 
 def _may_be_chance(found: Diagnosis) -> bool:

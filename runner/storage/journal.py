@@ -88,12 +88,14 @@ def exited(  # noqa: PLR0913  # the fields of the event
     at: datetime,
     diagnosis: Diagnosis | None = None,
     steps_per_s: float | None = None,
+    from_log: bool = False,
 ) -> Event:
     return {
         "event": "exited",
         "ending": ending,
         "code": exit_.code,
         "step": step,
+        "steps_from": "log" if from_log else None,
         "steps_per_s": steps_per_s,
         "reason": reason,
         "diagnosis": None if diagnosis is None else _dump_diagnosis(diagnosis),
@@ -223,6 +225,7 @@ def _ended(attempt: Attempt, event: Event) -> Attempt:
         ending=Ending(event["ending"]),
         exit=Exit(code=event["code"]),
         step=event["step"],
+        from_log=event.get("steps_from") == "log",
         steps_per_s=event.get("steps_per_s") or 0.0,
         first_step_at=attempt.first_step_at or (datetime.fromisoformat(first) if first else None),
         reason=event["reason"],

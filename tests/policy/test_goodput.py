@@ -151,3 +151,14 @@ def test_the_parts_never_exceed_the_whole(attempts, ends, newest):
     assert abs(sum(parts) - spent.total_s) < 1e-6
     assert 0 <= goodput((spent,)) <= 1
     assert 0 <= useful_cost(spent) <= spent.cost
+
+
+def test_a_script_whose_log_counts_anew_trained_all_the_same():
+    """
+    Steps of a log may be fewer than the checkpoint has that was resumed from.
+    """
+    last = replace(attempt(1, 0, 2, 60, resume=60, step=32, ending=Ending.SUCCEEDED), from_log=True)
+
+    (spent,) = share_out((machine(last),), newest_step=92)
+
+    assert (120, 3480, 0) == (spent.startup_s, spent.useful_s, spent.lost_s)

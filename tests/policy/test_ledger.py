@@ -239,6 +239,23 @@ def test_a_first_step_is_remembered_over_the_death_of_a_runner():
     assert [first_at] * 3 == [a.first_step_at for a in (history.attempts[0], live, ended.attempts[0])]
 
 
+def test_a_step_that_was_read_in_a_log_is_marked_as_a_guess():
+    """
+    In the journal, and in the ledger that other machines read.
+    """
+    history = History()
+    for event in (
+        events.accepted(START),
+        events.launched(attempt(1)),
+        events.exited(Ending.SUCCEEDED, Exit(code=0), step=92, reason="", at=START + HOUR, from_log=True),
+    ):
+        history = fold(history, event)
+
+    (told,) = parse(dump((describe_machine(history, machine("a"), START + HOUR),)))
+
+    assert [(92, True, 0)] * 2 == [(a.step, a.from_log, a.told_step) for a in (*history.attempts, *told.attempts)]
+
+
 def test_the_first_step_of_an_attempt_is_written_down_once_when_it_is_seen(tmp_path):
     """
     And not with its end: a runner may die in between.

@@ -302,3 +302,14 @@ def test_giving_up_says_what_would_help():
     decided = decide_restart((died(1, found, step=0, resume=None),), None, POLICY)
 
     assert GiveUp("it fails before the first step and would again: boom; correct the script") == decided
+
+
+def test_a_guess_by_the_log_gives_nothing_up():
+    """
+    Steps that were only read in a log are as good as none: at which one it died is not known to the step.
+    """
+    long = [replace(died(n, STUCK, lasted=60 * MINUTE), from_log=True) for n in (1, 2)]
+    early = replace(died(1, SYNTAX, step=201), from_log=True)
+
+    assert isinstance(decide_restart(tuple(long), ref(200), POLICY), Retry)
+    assert 0 == early.told_step
