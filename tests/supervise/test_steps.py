@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from runner.facts import Progress
+from runner.facts import Attempt, Observed, Progress
+from runner.folder import RunFolder
+from runner.job import GuardPolicy, HangPolicy
+from runner.sight import AttemptSight, HangWatch
+from runner.supervise.cards import Cards
+from runner.supervise.clock import Clock
 from runner.supervise.steps import Guess, Mark, StepReader, follow, read_line
+from vramfarm.protocol import Ref
 
 HF_BAR = " 16%|█▌        | 81/500 [00:10<00:55,  7.50it/s]"
 HF_LOG = "{'loss': 1.2034, 'grad_norm': 0.71, 'learning_rate': 4.2e-05, 'epoch': 0.5}"
@@ -114,3 +120,27 @@ def test_what_ranks_report_themselves_stands(tmp_path):
     reader.look(0.0)
 
     assert Progress(attached=True, step=3) == reader.fill(Progress(attached=True, step=3))
+
+
+def test_an_attempt_that_has_ended_is_read_to_its_last_line(tmp_path):
+    """
+    Its step and the beginning of its training are known, a resumed one's that counts anew, too.
+    """
+    folder, clock = RunFolder(root=tmp_path), Clock()
+    resumed = Attempt(
+        number=1, id="none", resume=Ref(1, 60, 1, "0" * 8), lineage=1, boot_id="b", launched_at=clock.now()
+    )
+    log = folder.attempt(1) / "launcher.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("".join(f"step {step}/32 loss 0.5\n" for step in range(1, 33)))
+    sight = AttemptSight(folder, HangWatch(HangPolicy(), folder, Cards("")), GuardPolicy(), clock)
+
+    seen = sight.look(Observed(now=clock.now(), boot_id="b", life="l"), resumed)
+
+    assert (32, 32, True, False) == (
+        seen.progress.step,
+        seen.progress.max_steps,
+        seen.progress.from_log,
+        seen.progress.attached,
+    )
+    assert seen.now == seen.first_step_at
