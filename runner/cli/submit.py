@@ -37,11 +37,11 @@ from runner.cli.refusal import REFUSAL, digest
 from runner.cli.script import check_script
 from runner.cli.stores import open_run
 from runner.errors import JobError, LockedError, MachineError, StoreError
-from runner.facts import Offer, Outcome, RentedServer, Server, ServerState
+from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
 from runner.policy import ledger
 from runner.policy.actions import EXIT_CODES
-from runner.policy.limits import deadline
+from runner.policy.limits import deadline, is_raised
 from runner.policy.night import (
     Accepted,
     GiveBack,
@@ -298,12 +298,20 @@ class _Submission:
             verdict_reason="; ".join(map(str, verdict.get("reasons") or ())),
             has_begun=bool(status.get("attempt")) and status.get("phase") in {"STARTING", "RUNNING"},
             silent_for=silent,
+            is_raised=self._is_raised(status, machines),
             refusal=self._parse_refusal(refusal),
             rented_at={**self._record.rented_at(), **{rental.id: _moment(rental.created_at) for rental in rentals}},
             trained={*self._record.trained(), *(one.server for one in machines if one.attempts)},
             reopened={one.server for one in machines if one.is_anew},
             now=datetime.now(UTC),
         )
+
+    def _is_raised(self, status: Mapping[str, Any], machines: tuple[Machine, ...]) -> bool:
+        """Only the machine that ended the run knows which limit it reached."""
+        if not machines or not status.get("deadline_at") or machines[-1].server != (status.get("server") or ""):
+            return False
+        now = datetime.now(UTC)
+        return is_raised(self._job.limits, machines, _moment(str(status["deadline_at"])), now)
 
     def _parse_refusal(self, told: Mapping[str, Any]) -> Refusal | None:
         if not told:

@@ -1,16 +1,19 @@
 """When a run must be over, and when it must begin to end for that."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from zoneinfo import ZoneInfo
 
-from runner.facts import Earlier, History, Observed, Server
+from runner.facts import Earlier, History, Machine, Observed, Server
 from runner.job import Limits
+from runner.policy.ledger import sum_up
 from runner.policy.money import affordable, tariff_of
 
 DEFAULT_DURATION = timedelta(hours=24)
 _LEAST = timedelta(seconds=30)
 _RENTAL_MARGIN = timedelta(minutes=5)
+_WORTH_IT = timedelta(minutes=1)  # less is no reason to pay for a machine's first quarter of an hour
 _NOTHING = Earlier()
 
 
@@ -64,6 +67,21 @@ def next_time(text: str, after: datetime) -> datetime:
     if moment <= local:
         moment += timedelta(days=1)
     return moment.astimezone(UTC)
+
+
+def is_raised(limits: Limits, machines: Sequence[Machine], stopped_for: datetime, now: datetime) -> bool:
+    """
+    Whether a run that reached its limit goes on by what job.yaml says now: `stopped_for` was the deadline
+    of its last machine, which would have a later one, and another machine has time left, too.
+    """
+    last = machines[-1]
+    server = Server(provider=last.provider, id=last.server, price_per_hour=last.price_per_hour)
+    before = _NOTHING if last.is_anew else sum_up(tuple(machines), but=last.id)
+    there = deadline(limits, last.opened_at, server, before, last.paid_from)
+    here = deadline(limits, now, server, sum_up(tuple(machines), but=""))
+    if limits.until:  # of that night, as for that machine: else each morning's would be raised by a day
+        here = min(here, next_time(limits.until, last.opened_at))
+    return there > stopped_for + _WORTH_IT and here > now + _WORTH_IT
 
 
 def limit_at(history: History, seen: Observed) -> datetime | None:

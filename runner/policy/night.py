@@ -53,6 +53,7 @@ class Night:
     verdict_reason: str = ""
     has_begun: bool = False
     silent_for: timedelta = timedelta()  # since the live server was rented, while it has not told anything
+    is_raised: bool = False  # job.yaml has a higher limit than the one that was reached
     refusal: Refusal | None = None
     rented_at: Mapping[str, datetime] = field(default_factory=dict)  # every server of this run that is known of
     trained: Collection[str] = ()  # those of them on which an attempt began
@@ -126,7 +127,8 @@ def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[s
     live = next((rental for rental in night.rentals if rental.state is not ServerState.GONE), None)
     if live is not None:
         return _judge(live, night)
-    if night.outcome in _OVER and not (reopens and night.outcome in _CAN_GO_ON):
+    goes_on = (reopens and night.outcome in _CAN_GO_ON) or (night.is_raised and night.outcome == Outcome.LIMIT)
+    if night.outcome in _OVER and not goes_on:
         return Over(Outcome(night.outcome), night.reason)
     if refused := _why_in_vain(night, go_on=go_on, rented_now=rented_now):
         return refused
@@ -137,8 +139,12 @@ def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[s
 
 
 def is_outdated(at: datetime | None, machines: Sequence[Machine]) -> bool:
-    """Whether the run was begun again after it had ended `at`: a machine that vanished since has not ended it anew."""
-    return at is not None and any(machine.is_anew and machine.opened_at > at for machine in machines)
+    """Whether the run went on after it had ended `at`: a machine that vanished since has not ended it anew."""
+    if at is None or not machines:
+        return False
+    last = machines[-1]
+    trains = not last.outcome and any(attempt.launched_at > at for attempt in last.attempts)
+    return trains or any(machine.is_anew and machine.opened_at > at for machine in machines)
 
 
 def _why_in_vain(night: Night, *, go_on: bool, rented_now: Collection[str]) -> Refused | None:

@@ -237,9 +237,12 @@ def test_a_fault_of_the_job_is_paid_for_once(host: Host):
     assert 2 == len(host.servers())
 
 
-def test_after_a_limit_go_on_rents_one_machine_that_trains(host: Host):
+@pytest.mark.parametrize(
+    ("order", "limit", "args", "is_anew"), [(["--go-on"], "10m", ["--go-on"], True), ([], "1h", [], False)]
+)
+def test_after_a_limit_one_machine_is_rented_and_trains(host: Host, order, limit, args, is_anew):
     """
-    The machine is told, and has the limit anew; without the order nothing is rented.
+    `--go-on`: the machine is told, and has the limit anew; a raised limit is enough. With neither nothing is rented.
     """
     host.forget_first()
     host.job("more", steps=50, limits={"max_duration": "10m"})
@@ -247,8 +250,9 @@ def test_after_a_limit_go_on_rents_one_machine_that_trains(host: Host):
 
     code, told, log = host.submit()
     assert (7, "limit", []) == (code, told.get("outcome"), host.servers()), log
-    code, told, log = host.submit("--go-on", "--wait")
+    host.job("more", steps=50, limits={"max_duration": limit})
+    code, told, log = host.submit("--wait", *order)
 
     assert (0, "succeeded") == (code, told.get("outcome")), log
-    assert [["--go-on"]] == [server.args for server in host.servers()]
-    assert [False, True] == [machine["is_anew"] for machine in host.report("more")["machines"]]
+    assert [args] == [server.args for server in host.servers()]
+    assert [False, is_anew] == [machine["is_anew"] for machine in host.report("more")["machines"]]

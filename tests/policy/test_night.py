@@ -8,8 +8,9 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Machine, Offer, Outcome, RentedServer, ServerState
-from runner.job import Job
+from runner.facts import Attempt, Machine, Offer, Outcome, RentedServer, Server, ServerState
+from runner.job import Job, Limits
+from runner.policy.limits import deadline, is_raised
 from runner.policy.night import (
     ONE_NIGHT,
     SILENCE,
@@ -123,6 +124,55 @@ def test_an_order_to_go_on_is_carried_out_once(rented_now, reopened, expected):
     assert expected == decide_step(JOB, night, go_on=True, rented_now=rented_now)
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [("limit", Rent(1)), ("gave_up", Over(Outcome.GAVE_UP, "x"))])
+def test_a_raised_limit_is_enough_to_go_on(outcome: str, expected: object):
+    """
+    The next machine is not told to go on: what the run has used counts.
+    """
+    assert expected == decide_step(JOB, Night(outcome=outcome, reason="x", is_raised=True), go_on=False)
+
+
+YESTERDAY = datetime(2026, 1, 1, 22, tzinfo=UTC)
+USED = Machine(
+    id="m",
+    provider="vramfarm",
+    price_per_hour="10",
+    opened_at=YESTERDAY,
+    paid_from=YESTERDAY,
+    seen_at=YESTERDAY + timedelta(hours=1),
+)
+
+
+@pytest.mark.parametrize(
+    ("reached", "limits", "expected"),
+    [
+        ({"max_duration": "1h"}, {"max_duration": "1h"}, False),
+        ({"max_duration": "1h"}, {"max_duration": "50m"}, False),
+        ({"max_duration": "1h"}, {"max_duration": "2h"}, True),
+        ({"max_duration": "1h"}, {"max_duration": "2h", "until": "23:00 UTC"}, False),
+        ({"until": "23:00 UTC"}, {"until": "23:00 UTC"}, False),
+        ({"until": "23:00 UTC"}, {"until": "23:30 UTC"}, False),  # that is over, too
+        ({"until": "23:00 UTC"}, {"until": "2026-01-03T07:00"}, True),
+        ({"max_cost": "10"}, {"max_cost": "10"}, False),
+        ({"max_cost": "10"}, {"max_cost": "9"}, False),
+        ({"max_cost": "10"}, {"max_cost": "20"}, True),
+        ({}, {}, False),
+        ({"max_duration": "1h"}, {}, True),
+    ],
+)
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_a_limit_is_raised_when_the_machine_would_have_had_longer(reached, limits, expected, is_anew):
+    """
+    By the rule that set its deadline; and the next machine must have time left.
+    """
+    machine = replace(USED, is_anew=is_anew)
+    server = Server(provider="vramfarm", id="", price_per_hour="10")
+    stopped_for = deadline(Limits.model_validate(reached), YESTERDAY, server, paid_from=YESTERDAY)
+    now = YESTERDAY + timedelta(hours=12)
+
+    assert expected == is_raised(Limits.model_validate(limits), (machine,), stopped_for, now)
+
+
 def test_after_a_server_that_went_on_the_next_one_just_joins():
     """
     It vanished in the middle: what is left of the new limits is for the next.
@@ -140,6 +190,19 @@ def test_an_end_counts_until_the_run_is_begun_again(minutes: int, is_anew: bool,
     end = datetime(2026, 1, 2, tzinfo=UTC)
     begun = end + timedelta(minutes=minutes)
     machine = Machine(id="m", opened_at=begun, paid_from=begun, seen_at=begun, is_anew=is_anew)
+
+    assert expected == is_outdated(end, (machine,))
+
+
+@pytest.mark.parametrize(("minutes", "outcome", "expected"), [(1, "", True), (1, "limit", False), (-1, "", False)])
+def test_an_end_counts_until_the_run_trains_again(minutes: int, outcome: str, expected: bool):
+    """
+    Under a raised limit nobody begins it again; a machine that vanished must not end the night.
+    """
+    end = datetime(2026, 1, 2, tzinfo=UTC)
+    launched = end + timedelta(minutes=minutes)
+    attempt = Attempt(number=1, id="a", resume=None, lineage=0, boot_id="", launched_at=launched)
+    machine = Machine(id="m", opened_at=end, paid_from=end, seen_at=end, attempts=(attempt,), outcome=outcome)
 
     assert expected == is_outdated(end, (machine,))
 
