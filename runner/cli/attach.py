@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.cli.runs import find_run, is_alive
+from runner.cli.runs import find_in_store, find_run, is_alive
 from runner.cli.screen import View, screen
 from runner.cli.status import read_status
 from runner.errors import JobError
@@ -42,6 +42,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if find_in_store(args.run, os.environ):
+        raise JobError(
+            f"attach: expected a run on this machine, found none of {args.run}",
+            hint=f"`vramfarm-runner status {args.run}` and `vramfarm-runner logs {args.run}` look into its store",
+        )
     run_dir = find_run(args.run, os.environ)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise JobError("attach: expected a terminal, found none (docker exec needs -it)", hint=_HINT)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.cli.output import Bar, out, out_json, table, writing
-from runner.cli.runs import find_run
+from runner.cli.runs import find_in_store, find_run
 from runner.cli.status import read_status
-from runner.cli.stores import StoredRun, is_address, open_run
+from runner.cli.stores import StoredRun, open_run
 from runner.errors import JobError, RunnerError, StoreError
 from runner.facts import Checkpoint
 from runner.job import parse_size
@@ -105,15 +105,23 @@ def _ls(which: str | None, *, as_json: bool) -> int:
 
 def _rows(which: str | None) -> list[dict[str, Any]]:
     """Oldest first; what is only in the store has no size: the run never read it."""
-    if which is not None and is_address(which):
-        return _rows_of_store(which)
+    if address := find_in_store(which, os.environ):
+        return _rows_of_store(address)
     root, run_dir = _place(which)
-    rows = {checkpoint.ref.name: _row(checkpoint) for checkpoint in CheckpointDir(root, Disk()).committed()}
+    directory = CheckpointDir(root, Disk())
+    rows = {checkpoint.ref.name: _row(checkpoint) for checkpoint in directory.committed()}
+    if not rows and (damaged := _damaged(directory)):
+        sys.stderr.write(f"{root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}\n")
     for known in _known(run_dir):
         name = f"step-{known['step']:08d}-{known['id']}"
         here = rows.setdefault(name, {**known, "size_bytes": None, "written_at": None, "local": False})
         here.update(offsite=known["offsite"], verified=known["verified"])
     return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"]))
+
+
+def _damaged(directory: CheckpointDir) -> list[str]:
+    """Names of those that cannot be read, and of those that were set aside."""
+    return [*(problem.partition(": ")[0] for problem in directory.problems()), *directory.look().damaged]
 
 
 def _rows_of_store(address: str) -> list[dict[str, Any]]:
@@ -181,7 +189,8 @@ def _cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
 
 
 def _verify(which: str | None, *, as_json: bool) -> int:
-    found, others = _differences_in_store(which) if which and is_address(which) else _differences_here(which)
+    address = find_in_store(which, os.environ)
+    found, others = _differences_in_store(address) if address else _differences_here(which)
     if as_json:
         out_json({"checkpoints": found, "problems": others})
     else:
@@ -303,9 +312,9 @@ def _source(which: str) -> Source:
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
     from runner.storage.offsite.transfer import StoreSource  # noqa: PLC0415  # the same
 
-    if is_address(which):
-        run = open_run(which)
-        checkpoint = _choose(which, run.checkpoint, transfer.survey(run.store, run.job))
+    if address := find_in_store(which, os.environ):
+        run = open_run(address)
+        checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
         return StoreSource(run.store, run.job, checkpoint.ref)
     path = Path(which).absolute()
     is_one = (path / MANIFEST).is_file()

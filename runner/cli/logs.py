@@ -39,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     _expect_rank(folder, args.rank)
     follower = Follower(folder, rank=args.rank)
     follower.skip()  # before the tail is shown: a line may then come twice, but none is lost
-    _print(tail(folder, args.lines, rank=args.rank), as_json=args.json)
+    lines = tail(folder, args.lines, rank=args.rank)
+    _print(lines, as_json=args.json)
+    if not (lines or args.follow) and args.lines > 0:
+        sys.stderr.write(f"{folder}: nothing was printed yet\n")
     if args.follow:
         _follow(run_dir, folder, follower, args)
     return 0
@@ -67,7 +70,10 @@ def _from_the_store(args: argparse.Namespace, address: str) -> int:
             begin = max(sizes[key] - _TAIL_BYTES, 0)
             path.write_bytes(run.store.read(key, begin, min(sizes[key], _TAIL_BYTES)))
         _expect_rank(folder, args.rank)
-        _print(tail(folder, args.lines, rank=args.rank), as_json=args.json)
+        lines = tail(folder, args.lines, rank=args.rank)
+        _print(lines, as_json=args.json)
+    if not lines and args.lines > 0:
+        sys.stderr.write(f"{address}: no line of {wanted[0]} is there yet; the runner copies logs every ten minutes\n")
     return 0
 
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from runner.cli.output import out, out_json, writing
-from runner.cli.runs import add_run, find_run
-from runner.cli.stores import is_address, open_run
+from runner.cli.runs import add_run, find_in_store, find_run
+from runner.cli.stores import open_run
 from runner.errors import JobError
 
 
@@ -21,8 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from runner.report import as_json, gather_folder, gather_store, page, text  # noqa: PLC0415  # slow
 
-    if args.run is not None and is_address(args.run):
-        found = open_run(args.run)
+    if address := find_in_store(args.run, os.environ):
+        found = open_run(address)
         report = gather_store(found.store, found.job)
     else:
         report = gather_folder(find_run(args.run, os.environ))

@@ -15,7 +15,7 @@ from runner.cli.planned import refuse_planned
 from runner.cli.status import describe
 from runner.job import Job
 from vramfarm.checksum import crc32
-from vramfarm.protocol import Env, Manifest, Shard, dump_manifest, shard_name
+from vramfarm.protocol import MANIFEST, Env, Manifest, Shard, dump_manifest, shard_name
 
 JOB = "name: llama\ncommand: train.py --lr 2e-5\noffload: {to: s3://bucket/runs}\nlimits: {max_duration: 12h}\n"
 
@@ -483,12 +483,39 @@ def test_a_job_that_runs_elsewhere_is_found_in_its_store(tmp_path, cli):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{stream} of rank 0\n")
 
+    write_checkpoint(run / "checkpoints", 400, b"x" * 1000)
+
     status, logs, stop = (cli(command, "job.yaml") for command in ("status", "logs", "stop"))
+    report, listed, verified = (
+        cli(*words, "--json", "job.yaml") for words in (("report",), ("checkpoints", "ls"), ("checkpoints", "verify"))
+    )
+    attach = cli("attach", "job.yaml")
 
     assert (0, "llama  running") == (status.returncode, status.stdout[:14]), status.stderr
     assert (0, True) == (logs.returncode, "stdout of rank 0" in logs.stdout), logs.stderr
     assert 2 == stop.returncode
     assert f"name the run in its store: file://{tmp_path}/store/llama" in stop.stderr
+    assert f"file://{tmp_path}/store/llama" == json.loads(report.stdout)["address"], report.stderr
+    assert [(400, False, True)] == [(row["step"], row["local"], row["offsite"]) for row in json.loads(listed.stdout)]
+    assert {"checkpoints": {"step-00000400-0123abcd": []}, "problems": []} == json.loads(verified.stdout)
+    assert (2, True) == (attach.returncode, "`vramfarm-runner status job.yaml`" in attach.stderr), attach.stderr
+
+
+def test_logs_that_the_store_does_not_have_yet_are_a_line_on_stderr(tmp_path, cli):
+    """
+    Nothing printed and nothing copied would look the same; so it is for a run that is here.
+    """
+    (tmp_path / "job.yaml").write_text(JOB.replace("s3://bucket/runs", f"'file://{tmp_path}/store'"))
+    for run in (write_run(tmp_path / "store" / "llama"), write_run(tmp_path / "here")):
+        log = run / "logs" / "attempt-0001" / "launcher.log"
+        log.parent.mkdir(parents=True)
+        log.touch()
+
+    afar, here = cli("logs", "job.yaml"), cli("logs", "here")
+
+    assert [(0, "", 1)] * 2 == [(d.returncode, d.stdout, len(d.stderr.splitlines())) for d in (afar, here)]
+    assert "copies logs every ten minutes" in afar.stderr
+    assert "nothing was printed yet" in here.stderr
 
 
 # -------------------------------------------------------------------------------------- stop
@@ -594,6 +621,23 @@ def test_checkpoints_ls(tmp_path, cli):
     assert ["400", "0123abcd", "1", "2.0", "kB"] == rows[1][:5]
     assert ["local", "offsite", "in", "the", "store"] == rows[1][-5:]
     assert ["local", "no"] == rows[2][-2:]
+
+
+def test_checkpoints_ls_names_the_damaged_where_no_others_are(tmp_path, cli):
+    """
+    An empty table alone would say that nothing was ever saved.
+    """
+    run_dir = write_run(tmp_path / "llama", checkpoints=[])
+    for step in (400, 500):
+        write_checkpoint(run_dir / "checkpoints", step, b"x")
+    torn, aside = "step-00000500-0123abcd", ".damaged-step-00000400-0123abcd"
+    (run_dir / "checkpoints" / torn / MANIFEST).write_text("{")
+    (run_dir / "checkpoints" / aside.removeprefix(".damaged-")).rename(run_dir / "checkpoints" / aside)
+
+    done = cli("checkpoints", "ls")
+
+    assert (0, 1) == (done.returncode, len(done.stdout.splitlines()))
+    assert f"{run_dir}/checkpoints: no whole checkpoint is there, only damaged ones: {torn}, {aside}\n" == done.stderr
 
 
 def test_checkpoints_ls_json(tmp_path, cli):
