@@ -160,7 +160,7 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
         journal = Journal(folder.journal, Disk())
         if loaded.identity is None:
             _accept(loaded, folder, accept_change=args.accept_change or not _has_trained(job, journal))
-        _reopen(args, journal, folder, identify_holder(server, folder, Disk()))
+        _reopen(args, journal, folder, identify_holder(server, folder, Disk()), is_restart=is_restart)
         setting = replace(find_out(loaded, env, server, accept_change=args.accept_change), stop_doubt=doubt)
         if is_restart and setting.missing:
             say(
@@ -280,9 +280,16 @@ def _read_identity(path: Path) -> dict[str, Any]:
         return {}  # the first start, or lost by a crash in it: it is written anew
 
 
-def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder, machine: str) -> None:
+def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder, machine: str, *, is_restart: bool) -> None:
     """The same order is carried out once: a runner that is started again has the same arguments."""
-    if not (args.start_over or args.go_on) or (args.order and args.order in journal.history.orders):
+    if not (args.start_over or args.go_on):
+        return
+    if args.order and args.order in journal.history.orders:
+        if journal.history.conclusion and not is_restart:
+            option = "--start-over" if args.start_over else "--go-on"
+            say(
+                f"{option} was carried out here before and is not again: a restart repeats it; --order NAME makes it a new one"
+            )
         return
     folder.stop.unlink(missing_ok=True)
     journal.append(events.reopened(start_over=args.start_over, order=args.order, at=datetime.now(UTC), machine=machine))

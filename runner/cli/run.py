@@ -22,6 +22,7 @@ from runner.cli.load import JOB_VARIABLE, STDIN
 from runner.errors import JobError
 
 _GUARDIAN: Final = Path(__file__).resolve().parents[1] / "guardian.py"
+_SHELLS: Final = frozenset({"bash", "dash", "fish", "sh", "zsh"})
 _MAX_VARIABLE_BYTES: Final = 120_000  # Linux takes 128 KiB for one variable
 
 
@@ -42,6 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-change", action="store_true", help="go on although job.yaml is not the one this run began with"
     )
+    parser.add_argument(
+        "--order",
+        metavar="NAME",
+        default="",
+        help="of --start-over or --go-on, which are carried out once a name; without it each that is typed is a new one, "
+        "and what a container or a rented server begins with is the same at every restart",
+    )
 
 
 def run(args: argparse.Namespace) -> NoReturn:
@@ -52,7 +60,7 @@ def run(args: argparse.Namespace) -> NoReturn:
     options = [] if config is None else ["--config", config]
     options += ["--accept-change"] * args.accept_change
     if args.start_over or args.go_on:
-        options += ["--start-over" if args.start_over else "--go-on", "--order", _order(os.environ)]
+        options += ["--start-over" if args.start_over else "--go-on", "--order", args.order or _order(os.environ)]
     os.execv(sys.executable, [sys.executable, "-I", str(_GUARDIAN), *options])  # noqa: S606  # argv, no shell
 
 
@@ -61,12 +69,36 @@ def _order(env: Mapping[str, str]) -> str:
     What makes this wish one wish: the runner may be started again, and a container with it.
 
     On a rented server and in a container the same command line comes back with every
-    restart; only elsewhere is each a new order.
+    restart; only what is typed there, and elsewhere all, is a new order each time.
     """
     server = find_server(env)
+    if is_typed():
+        return uuid.uuid4().hex
     if server:
         return server.id
     return socket.gethostname() if Path("/.dockerenv").exists() else uuid.uuid4().hex
+
+
+def is_typed() -> bool:
+    """
+    Whether a person gave this command in a terminal: no restart types it again.
+
+    A shell with job control makes each command the leader of a group, in the foreground; a script
+    does not. What PID 1 began is the container's own, unless that is nothing but a shell.
+    """
+    try:
+        leads = os.getpgrp() == os.getpid() == os.tcgetpgrp(0)
+        first = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:  # no terminal, or not ours
+        return False
+    if not leads or os.getpid() == 1 or any("--start-over" in word or "--go-on" in word for word in first):
+        return False
+    is_shell = (
+        bool(first)
+        and Path(first[0].lstrip("-")).name in _SHELLS
+        and all(word in {"-i", "-l", "--login"} for word in first[1:])
+    )
+    return os.getppid() != 1 or is_shell
 
 
 def _keep(text: bytes) -> None:
