@@ -71,9 +71,6 @@ _LOOK_S: Final = 5.0
 _SELDOM_S: Final = 30.0
 _PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer
 _LOOK_THEN_GO_ON: Final = "look (vramfarm-runner logs and status STORE/NAME), then --go-on; or wait for the next night"
-_ANOTHER_NAME: Final = (
-    "--go-on does not take that back: give the job another name, and name this run in checkpoint.resume"
-)
 _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes after ours
 
 
@@ -85,7 +82,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--at-most", metavar="PRICE", type=_price, help="most that an hour of the machine may cost: 25/h"
     )
     parser.add_argument("--wait", action="store_true", help="until the run is over; its exit code is the command's")
-    parser.add_argument("--go-on", action="store_true", help="begin again a run that gave up or reached its limit")
+    parser.add_argument(
+        "--go-on", action="store_true", help="begin again a run that was stopped, gave up or reached its limit"
+    )
     parser.add_argument("--json", action="store_true", help="the last word as JSON")
     parser.add_argument("--look-every", type=float, default=_LOOK_S, help=argparse.SUPPRESS)
 
@@ -224,7 +223,7 @@ class _Submission:
     def _do(self, step: object) -> int | None:
         match step:
             case Over(outcome=outcome, reason=reason):
-                hint = f"; {_ANOTHER_NAME}" if outcome is Outcome.STOPPED else ""
+                hint = "; --go-on goes on" if outcome is Outcome.STOPPED else ""
                 return self._close(f"the run is over: {outcome}: {reason}{hint}", EXIT_CODES[outcome], outcome=outcome)
             case Refused(code=code, reason=reason):
                 error = JobError if code == JobError.exit_code else StoreError

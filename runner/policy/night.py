@@ -23,7 +23,7 @@ STORE_REST: Final = timedelta(hours=1)  # a store that was away is given this be
 _LEAST_DISK_GB: Final = 100
 _WRONG_JOB: Final = 2
 _OVER: Final = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED, Outcome.GAVE_UP, Outcome.LIMIT})
-_CAN_GO_ON: Final = frozenset({Outcome.GAVE_UP, Outcome.LIMIT})
+_CAN_GO_ON: Final = _OVER - {Outcome.SUCCEEDED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,8 @@ Step = Over | Refused | Accepted | Watch | GiveBack | Rent | NoMore
 
 def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[str] = ()) -> Step:
     """
-    `go_on`: a run that gave up or reached its limit is begun again, once, and what was in vain before
-    is forgotten. `rented_now`: servers that this command has rented.
+    `go_on`: a run that is over and not done is begun again, once, and what was in vain before is
+    forgotten. `rented_now`: servers that this command has rented.
     """
     # an order that a server has carried out is done: how the run ended after it is how it ended
     reopens = go_on and not any(server in night.reopened for server in rented_now)
@@ -139,12 +139,8 @@ def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[s
 
 
 def is_outdated(at: datetime | None, machines: Sequence[Machine]) -> bool:
-    """Whether the run went on after it had ended `at`: a machine that vanished since has not ended it anew."""
-    if at is None or not machines:
-        return False
-    last = machines[-1]
-    trains = not last.outcome and any(attempt.launched_at > at for attempt in last.attempts)
-    return trains or any(machine.is_anew and machine.opened_at > at for machine in machines)
+    """Whether the run was begun again after it had ended `at`, by a machine that may have vanished before it trained."""
+    return at is not None and any(machine.is_anew and machine.opened_at > at for machine in machines)
 
 
 def _why_in_vain(night: Night, *, go_on: bool, rented_now: Collection[str]) -> Refused | None:

@@ -119,18 +119,18 @@ class Host:
         """Into the store."""
         self._store.client().put_object(Bucket=BUCKET, Key=f"{self._folder.name}/{key}", Body=body)
 
-    def reach_limit(self, name: str, spent: timedelta) -> None:
-        """As a machine leaves the store that trained until its limit, yesterday."""
+    def leave(self, name: str, outcome: Outcome, spent: timedelta) -> None:
+        """As a machine leaves the store on which the run ended yesterday."""
         begun = datetime.now(UTC) - timedelta(days=1)
         deadline = begun + spent
         end = deadline - timedelta(seconds=30)
         times = {"opened_at": begun, "paid_from": begun, "seen_at": deadline, "concluded_at": end}
-        machine = Machine(id="vramfarm:srv_old", provider="vramfarm", server="srv_old", outcome="limit", **times)
+        machine = Machine(id="vramfarm:srv_old", provider="vramfarm", server="srv_old", outcome=outcome, **times)
         told = {"server": "srv_old", "phase": "FINISHED", "deadline_at": deadline.isoformat()}
-        conclusion = Conclusion(outcome=Outcome.LIMIT, reason="limits.max_duration is reached", at=end)
+        conclusion = Conclusion(outcome=outcome, reason="as it was", at=end)
         self.put(f"{name}/ledger.json", json.dumps(dump((machine,))).encode())
         self.put(f"{name}/status.json", json.dumps(told).encode())
-        self.put(f"{name}/outcome.json", json.dumps(dump_conclusion(conclusion)).encode())
+        self.put(f"{name}/outcome.json", json.dumps(dump_conclusion(conclusion, attempt=0)).encode())
 
     def submit(self, *arguments: str, seconds: float = 600.0) -> tuple[int, dict[str, Any], str]:
         """Exit code, the last word, the log."""
@@ -238,21 +238,26 @@ def test_a_fault_of_the_job_is_paid_for_once(host: Host):
 
 
 @pytest.mark.parametrize(
-    ("order", "limit", "args", "is_anew"), [(["--go-on"], "10m", ["--go-on"], True), ([], "1h", [], False)]
+    ("outcome", "code", "order", "limit", "args"),
+    [
+        (Outcome.LIMIT, 7, ["--go-on"], "10m", ["--go-on"]),
+        (Outcome.LIMIT, 7, [], "1h", []),
+        (Outcome.STOPPED, 8, ["--go-on"], "10m", ["--go-on"]),
+    ],
 )
-def test_after_a_limit_one_machine_is_rented_and_trains(host: Host, order, limit, args, is_anew):
+def test_after_an_end_one_machine_is_rented_and_trains(host: Host, outcome, code, order, limit, args):  # noqa: PLR0917
     """
     `--go-on`: the machine is told, and has the limit anew; a raised limit is enough. With neither nothing is rented.
     """
     host.forget_first()
     host.job("more", steps=50, limits={"max_duration": "10m"})
-    host.reach_limit("more", timedelta(minutes=10))
+    host.leave("more", outcome, timedelta(minutes=10))
 
-    code, told, log = host.submit()
-    assert (7, "limit", []) == (code, told.get("outcome"), host.servers()), log
+    found, told, log = host.submit()
+    assert (code, outcome, []) == (found, told.get("outcome"), host.servers()), log
     host.job("more", steps=50, limits={"max_duration": limit})
-    code, told, log = host.submit("--wait", *order)
+    found, told, log = host.submit("--wait", *order)
 
-    assert (0, "succeeded") == (code, told.get("outcome")), log
+    assert (0, "succeeded") == (found, told.get("outcome")), log
     assert [args] == [server.args for server in host.servers()]
-    assert [False, is_anew] == [machine["is_anew"] for machine in host.report("more")["machines"]]
+    assert [False, bool(order)] == [machine["is_anew"] for machine in host.report("more")["machines"]]

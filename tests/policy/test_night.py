@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Attempt, Machine, Offer, Outcome, RentedServer, Server, ServerState
+from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import Job, Limits
 from runner.policy.limits import deadline, is_raised
 from runner.policy.night import (
@@ -98,7 +98,9 @@ def test_the_next_step(night: Night, expected: object):
     assert expected == decide_step(JOB, night, go_on=False)
 
 
-@pytest.mark.parametrize(("outcome", "expected"), [("gave_up", Rent), ("limit", Rent), ("succeeded", Over)])
+@pytest.mark.parametrize(
+    ("outcome", "expected"), [("gave_up", Rent), ("limit", Rent), ("stopped", Rent), ("succeeded", Over)]
+)
 def test_go_on_begins_again_what_is_not_done(outcome: str, expected: type):
     """
     What is done stays done.
@@ -190,19 +192,6 @@ def test_an_end_counts_until_the_run_is_begun_again(minutes: int, is_anew: bool,
     end = datetime(2026, 1, 2, tzinfo=UTC)
     begun = end + timedelta(minutes=minutes)
     machine = Machine(id="m", opened_at=begun, paid_from=begun, seen_at=begun, is_anew=is_anew)
-
-    assert expected == is_outdated(end, (machine,))
-
-
-@pytest.mark.parametrize(("minutes", "outcome", "expected"), [(1, "", True), (1, "limit", False), (-1, "", False)])
-def test_an_end_counts_until_the_run_trains_again(minutes: int, outcome: str, expected: bool):
-    """
-    Under a raised limit nobody begins it again; a machine that vanished must not end the night.
-    """
-    end = datetime(2026, 1, 2, tzinfo=UTC)
-    launched = end + timedelta(minutes=minutes)
-    attempt = Attempt(number=1, id="a", resume=None, lineage=0, boot_id="", launched_at=launched)
-    machine = Machine(id="m", opened_at=end, paid_from=end, seen_at=end, attempts=(attempt,), outcome=outcome)
 
     assert expected == is_outdated(end, (machine,))
 
