@@ -102,7 +102,8 @@ def _read_ahead(checkpoint: str) -> None:
         sizes = [os.fstat(fd).st_size for fd in fds]
         starts = range(0, max(sizes, default=0), _PIECE_BYTES)
         pieces += [(fd, at) for at in starts for fd, size in zip(fds, sizes, strict=True) if at < size]
-        while len(pieces) * _PIECE_BYTES > _memory() / 2:
+        most = _memory() // 2 // _PIECE_BYTES
+        while len(pieces) > most:
             pieces.pop()
         readers = [threading.Thread(target=_read, args=(pieces,), daemon=True) for _ in range(_READERS)]
         for reader in readers:

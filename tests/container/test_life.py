@@ -50,6 +50,7 @@ def test_a_killed_container_goes_on_from_its_own_disk(box, quickstart):
     assert 0 == quick.wait(), quick.log()
     second = quick.log().removeprefix(first)
     assert saved <= launches(second)[0]
+    assert "a last save takes about" in second.partition("launch")[0]
     assert "from the store" not in second
     assert min(steps_told(second.partition("launch")[2])) > saved, second
     assert "conclude succeeded" in second
