@@ -41,7 +41,7 @@ from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerSt
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
 from runner.policy import ledger
 from runner.policy.actions import EXIT_CODES
-from runner.policy.limits import deadline, is_raised
+from runner.policy.limits import deadline, is_raised, is_reached, why_not_worth_renting
 from runner.policy.night import (
     Accepted,
     GiveBack,
@@ -51,6 +51,7 @@ from runner.policy.night import (
     Refusal,
     Refused,
     Rent,
+    TooShort,
     Watch,
     choose,
     decide_step,
@@ -71,6 +72,7 @@ _LOOK_S: Final = 5.0
 _SELDOM_S: Final = 30.0
 _PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer
 _LOOK_THEN_GO_ON: Final = "look (vramfarm-runner logs and status STORE/NAME), then --go-on; or wait for the next night"
+_OVER_UNTOLD: Final = frozenset({Outcome.LIMIT, Outcome.STOPPED, Outcome.GAVE_UP})  # done is what is in the store, too
 _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes after ours
 
 
@@ -229,6 +231,10 @@ class _Submission:
                 error = JobError if code == JobError.exit_code else StoreError
                 hint = "mend it and submit again: with another job.yaml or other code it rents again, as with --go-on"
                 raise error(f"{self._job.name}: nothing is rented, the last server was in vain: {reason}", hint=hint)
+            case TooShort(reason=reason):
+                raise JobError(
+                    f"{self._job.name}: nothing is rented: {reason}", hint="give it more (limits in job.yaml)"
+                )
             case NoMore(reason=reason):
                 raise MachineError(f"{self._job.name}: {reason}{self._why_refused()}", hint=_LOOK_THEN_GO_ON)
             case Accepted(rental=rental):
@@ -280,7 +286,8 @@ class _Submission:
             self._bear(detail)
             return None
         self._trouble_since = None
-        verdict, machines = status.get("verdict") or {}, ledger.parse(told)
+        verdict, machines, now = status.get("verdict") or {}, ledger.parse(told), datetime.now(UTC)
+        outcome = outcome if outcome.get("outcome") else _untold_end(status, machines, now)
         is_void = ledger.is_void(last_attempt(outcome), machines)
         if is_void or is_outdated(_moment(str(outcome.get("at"))), machines):
             outcome = {}
@@ -302,7 +309,9 @@ class _Submission:
             rented_at={**self._record.rented_at(), **{rental.id: _moment(rental.created_at) for rental in rentals}},
             trained={*self._record.trained(), *(one.server for one in machines if one.attempts)},
             reopened={one.server for one in machines if one.is_anew},
-            now=datetime.now(UTC),
+            now=now,
+            no_time=why_not_worth_renting(self._job.limits, now, ledger.sum_up(machines, but="")),
+            no_time_anew=why_not_worth_renting(self._job.limits, now),
         )
 
     def _is_raised(self, status: Mapping[str, Any], machines: tuple[Machine, ...]) -> bool:
@@ -436,6 +445,21 @@ class _Submission:
 def label_of(name: str) -> str:
     """By it a run's servers are found again at the provider."""
     return f"run:{name}"[:64]
+
+
+def _untold_end(status: Mapping[str, Any], machines: tuple[Machine, ...], now: datetime) -> Mapping[str, Any]:
+    """An end that its machine had no time to publish: its last status says it, or that its deadline was there."""
+    if not machines or machines[-1].server != (status.get("server") or ""):
+        return {}
+    told = {"attempt": status.get("attempt"), "at": status.get("updated_at")}
+    if status.get("outcome") in _OVER_UNTOLD:
+        return {**told, "outcome": status["outcome"], "reason": status.get("reason")}
+    with suppress(ValueError, TypeError):
+        deadline_at, told_at = (datetime.fromisoformat(str(status.get(key))) for key in ("deadline_at", "updated_at"))
+        if is_reached(deadline_at, told_at, now):
+            why = status.get("deadline_why") or "the time limit"
+            return {**told, "outcome": Outcome.LIMIT, "reason": f"{why} was reached, and its machine could not say so"}
+    return {}
 
 
 def _moment(text: str) -> datetime:

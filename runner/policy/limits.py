@@ -6,7 +6,7 @@ from decimal import Decimal
 from zoneinfo import ZoneInfo
 
 from runner.facts import Earlier, History, Machine, Observed, Server
-from runner.job import Limits
+from runner.job import Limits, format_duration
 from runner.policy.ledger import sum_up
 from runner.policy.money import affordable, tariff_of
 
@@ -14,6 +14,9 @@ DEFAULT_DURATION = timedelta(hours=24)
 _LEAST = timedelta(seconds=30)
 _RENTAL_MARGIN = timedelta(minutes=5)
 _WORTH_IT = timedelta(minutes=1)  # less is no reason to pay for a machine's first quarter of an hour
+# to see for a minute that the machine before does not live, to begin, to save, and to tell the store of the end
+WORTH_RENTING = timedelta(minutes=3)
+_TELLS_EVERY = timedelta(minutes=2)
 _NOTHING = Earlier()
 
 
@@ -82,6 +85,21 @@ def is_raised(limits: Limits, machines: Sequence[Machine], stopped_for: datetime
     if limits.until:  # of that night, as for that machine: else each morning's would be raised by a day
         here = min(here, next_time(limits.until, last.opened_at))
     return there > stopped_for + _WORTH_IT and here > now + _WORTH_IT
+
+
+def why_not_worth_renting(limits: Limits, now: datetime, earlier: Earlier = _NOTHING) -> str:
+    """What the limits leave another machine, where that is too little to train and to tell the end; else nothing."""
+    anybody = Server(provider="vramfarm", id="", price_per_hour="0")  # money is over or not; how long it lasts is its
+    at, why = min(ends(limits, now, anybody, earlier))
+    if at - now >= WORTH_RENTING:
+        return ""
+    left = format_duration(timedelta(seconds=int((at - now).total_seconds()))) if at > now else "no time"
+    return f"{why} leaves {left}, and a rented machine takes {format_duration(WORTH_RENTING)} at least to begin, to save and to tell the store of its end"
+
+
+def is_reached(deadline_at: datetime, told_at: datetime, now: datetime) -> bool:
+    """Whether a machine that told no end came to its deadline: it told of itself every minute until then."""
+    return now >= deadline_at and told_at >= deadline_at - _TELLS_EVERY
 
 
 def limit_at(history: History, seen: Observed) -> datetime | None:

@@ -59,6 +59,8 @@ class Night:
     trained: Collection[str] = ()  # those of them on which an attempt began
     reopened: Collection[str] = ()  # those of them on which the run was begun again, by the ledger
     now: datetime | None = None  # None: nothing is too long ago
+    no_time: str = ""  # why what limits leave is not worth a machine
+    no_time_anew: str = ""  # the same of a run that is begun again
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ class Refused:
     """The next server would end as the last one did."""
 
     code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooShort:
+    """Whatever machine is rented would end before it has trained."""
+
     reason: str
 
 
@@ -114,7 +123,7 @@ class NoMore:
     reason: str
 
 
-Step = Over | Refused | Accepted | Watch | GiveBack | Rent | NoMore
+Step = Over | Refused | TooShort | Accepted | Watch | GiveBack | Rent | NoMore
 
 
 def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[str] = ()) -> Step:
@@ -130,6 +139,8 @@ def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[s
     goes_on = (reopens and night.outcome in _CAN_GO_ON) or (night.is_raised and night.outcome == Outcome.LIMIT)
     if night.outcome in _OVER and not goes_on:
         return Over(Outcome(night.outcome), night.reason)
+    if reason := night.no_time_anew if reopens else night.no_time:
+        return Over(Outcome.LIMIT, reason) if night.trained and not reopens else TooShort(reason)
     if refused := _why_in_vain(night, go_on=go_on, rented_now=rented_now):
         return refused
     futile = _count_futile(night, go_on=go_on, rented_now=rented_now)

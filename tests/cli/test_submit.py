@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.facts import Machine
+from runner.policy.ledger import dump
 from runner.supervise.pack import pack
 from tests.farmhouse import Farmhouse, open_farm
 
@@ -108,6 +110,56 @@ def test_servers_that_never_trained_count_over_cron_lines(run, house: Farmhouse,
     assert (3, before) == (done.returncode, len(house.farm.servers())), done.stderr
     assert "3 servers were rented and none trains (provider.max_machines): no word" in done.stderr
     assert "--go-on" in done.stderr
+
+
+def test_a_limit_that_leaves_a_machine_no_time_rents_none(run, house: Farmhouse, tmp_path: Path):
+    """
+    It would end before it could even tell the store that the run is over.
+    """
+    before = len(house.farm.servers())
+
+    done = run("submit", job=f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\nlimits: {{max_duration: 60s}}\n")
+
+    assert (2, before) == (done.returncode, len(house.farm.servers())), done.stderr
+    assert "nothing is rented: limits.max_duration leaves 1m, and a rented machine takes 3m" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "expected"),
+    [
+        pytest.param({"outcome": "limit", "reason": "as told"}, 7, "as told", id="its last status says how it ended"),
+        pytest.param({"deadline_why": "limits.until"}, 7, "limits.until was reached", id="its deadline came"),
+        pytest.param({"server": "srv_before"}, 3, "more than 0.1", id="another machine's status"),
+        pytest.param(
+            {"outcome": "succeeded", "updated_at": -10},
+            3,
+            "more than 0.1",
+            id="it vanished before, and its bytes may be lost",
+        ),
+    ],
+)
+def test_an_end_that_its_machine_could_not_publish_is_one(run, tmp_path: Path, told, code, expected):
+    """
+    Where it is none the next machine is looked for, and here the price is in its way.
+    """
+    now = datetime.now(UTC)
+    begun, deadline = now - timedelta(hours=1), now - timedelta(minutes=5)
+    minutes = told.get("updated_at", -1)
+    status = {"server": "srv_1", "attempt": 1, "deadline_at": deadline.isoformat(), **told}
+    status["updated_at"] = (deadline + timedelta(minutes=minutes)).isoformat()
+    seen = begun + timedelta(minutes=10)
+    machine = Machine(
+        id="vramfarm:srv_1", provider="vramfarm", server="srv_1", opened_at=begun, paid_from=begun, seen_at=seen
+    )
+    (tmp_path / "store" / "night").mkdir(parents=True)
+    (tmp_path / "store" / "night" / "status.json").write_text(json.dumps(status))
+    (tmp_path / "store" / "night" / "ledger.json").write_text(json.dumps(dump((machine,))))
+
+    limits = "limits: {max_duration: 55m}\nprovider: {max_price: 0.10}\n"
+    done = run("submit", job=f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\n{limits}")
+
+    assert code == done.returncode, done.stderr
+    assert expected in done.stdout + done.stderr
 
 
 def test_a_cron_line_that_comes_again_finds_the_first_at_work(run, tmp_path: Path):

@@ -8,9 +8,9 @@ from decimal import Decimal
 
 import pytest
 
-from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerState
+from runner.facts import Earlier, Machine, Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import Job, Limits
-from runner.policy.limits import deadline, is_raised
+from runner.policy.limits import WORTH_RENTING, deadline, is_raised, is_reached, why_not_worth_renting
 from runner.policy.night import (
     ONE_NIGHT,
     SILENCE,
@@ -23,6 +23,7 @@ from runner.policy.night import (
     Refusal,
     Refused,
     Rent,
+    TooShort,
     Watch,
     Wish,
     choose,
@@ -173,6 +174,59 @@ def test_a_limit_is_raised_when_the_machine_would_have_had_longer(reached, limit
     now = YESTERDAY + timedelta(hours=12)
 
     assert expected == is_raised(Limits.model_validate(limits), (machine,), stopped_for, now)
+
+
+@pytest.mark.parametrize(
+    ("limits", "earlier", "expected"),
+    [
+        ({"max_duration": "3m"}, {}, ""),
+        ({"max_duration": "179s"}, {}, "limits.max_duration leaves 2m59s, and a rented machine takes 3m"),
+        ({"max_duration": "1h"}, {"duration": timedelta(minutes=58)}, "limits.max_duration leaves 2m,"),
+        ({"max_duration": "1h"}, {"duration": timedelta(hours=2)}, "limits.max_duration leaves no time,"),
+        ({"until": "2026-01-01T07:00"}, {}, "limits.until leaves no time,"),
+        ({"until": "22:01 UTC"}, {}, "limits.until leaves 1m,"),
+        ({"max_cost": "10"}, {"cost": Decimal(10)}, "limits.max_cost leaves no time,"),
+        ({"max_cost": "10"}, {"cost": Decimal("9.99")}, ""),  # a quarter of an hour is paid anyway
+        ({}, {"duration": timedelta(hours=30)}, ""),
+    ],
+)
+def test_no_machine_is_rented_for_what_is_over_before_it_trains(limits, earlier, expected):
+    """
+    It is named which limit it is, and what it leaves.
+    """
+    found = why_not_worth_renting(Limits.model_validate(limits), YESTERDAY, Earlier(**earlier))
+
+    assert bool(expected) == bool(found), found
+    assert expected in found
+
+
+@pytest.mark.parametrize(
+    ("night", "go_on", "expected"),
+    [
+        pytest.param(Night(no_time="x"), False, TooShort("x"), id="a wrong job.yaml"),
+        pytest.param(Night(no_time="x", trained={"srv_0"}), False, Over(Outcome.LIMIT, "x"), id="its time was used"),
+        pytest.param(Night(no_time="x", trained={"srv_0"}), True, Rent(1, reopens=True), id="all limits anew"),
+        pytest.param(Night(no_time_anew="x", outcome="limit"), True, TooShort("x"), id="and those are too short"),
+        pytest.param(Night(no_time="x", rentals=(LIVE,), told_by="srv_1", has_begun=True), False, Accepted(LIVE), id="it trains"),
+        pytest.param(Night(no_time="x", outcome="succeeded"), False, Over(Outcome.SUCCEEDED, ""), id="done"),
+    ],
+)  # fmt: skip
+def test_a_limit_that_leaves_no_time_is_the_end_of_the_run(night, go_on, expected):
+    """
+    A machine that came to it may have had no time to tell the store: the ledger says it, too.
+    """
+    assert expected == decide_step(JOB, night, go_on=go_on)
+
+
+@pytest.mark.parametrize(("told", "now", "expected"), [(-1, 1, True), (-1, -0.5, False), (-3, 60, False), (0, 0, True)])
+def test_a_machine_that_told_of_itself_until_its_deadline_came_to_it(told: float, now: float, expected: bool):
+    """
+    One that fell silent long before vanished, and another may go on.
+    """
+    moment, minute = YESTERDAY, timedelta(minutes=1)
+
+    assert expected == is_reached(moment, moment + told * minute, moment + now * minute)
+    assert minute < WORTH_RENTING  # for which the lease of one that vanished is watched
 
 
 def test_after_a_server_that_went_on_the_next_one_just_joins():
