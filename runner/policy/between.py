@@ -32,6 +32,7 @@ from vramfarm.protocol import Ref
 MACHINE, CODE = "machine", "code"  # the two parts of preflight: the second waits for the set-up
 PREFLIGHT_PATIENCE = timedelta(minutes=3)  # a check that hangs must not keep a job from starting
 PUBLISH_PATIENCE = timedelta(minutes=1)
+JOIN_PATIENCE = timedelta(seconds=90)  # the lease of a machine that vanished is watched for a minute
 # A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
 _ELSEWHERE = " (on an earlier machine)"
@@ -56,11 +57,32 @@ def _reason_to_end(  # noqa: PLR0911  # one line a reason
     if seen.lease.state is LeaseState.TAKEN:
         return lock_out(job, seen)
     if seen.refusal:
-        return refuse(Outcome.REFUSED, seen.refusal, job, seen)
+        return _join_first(job, history, seen) or refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:
         what = seen.deadline_why or "the time limit"
         return Conclude(Outcome.LIMIT, f"{what} is reached; with more in job.yaml (limits) it goes on")
     return None
+
+
+def _join_first(job: Job, history: History, seen: Observed) -> Action | None:
+    """
+    A machine that can do nothing is paid for, too: the ledger has it before it ends, in the last words of
+    whoever joined. A store that does not answer, or another's lease, keeps nobody for longer than a minute or two.
+    """
+    if job.offload.to is None or (may_write(seen) and seen.machine == history.machine):
+        return None
+    if may_write(seen) and seen.ledger is not None:
+        return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
+    kind, subject = (TaskKind.SURVEY, "store") if may_write(seen) else (TaskKind.LEASE, "of the run")
+    match seen.tasks.get(kind):
+        case Failed() | Finished():
+            return None
+        case Running(started_at=started_at) if seen.now >= started_at + JOIN_PATIENCE:
+            return None
+        case Running(started_at=started_at):
+            return Wait(started_at + JOIN_PATIENCE)
+        case _:
+            return begin(kind, subject, seen)
 
 
 def _prepare(job: Job, history: History, seen: Observed) -> Action | None:

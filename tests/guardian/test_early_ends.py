@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,20 @@ def test_every_early_end_stops_the_server(house: Farmhouse, run, job, code, said
 
     assert code == now["container"]["exit_code"], house.log(server)
     assert said in house.log(server)
+
+
+def test_a_refused_machine_is_in_the_ledger(house: Farmhouse, run, tmp_path: Path):
+    """
+    Its minutes are paid: the report and the budget of the next machine have them.
+    """
+    (tmp_path / "store").mkdir()
+
+    server = run(f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\n")
+
+    now = house.wait_stopped(server, 120)
+    told = json.loads((tmp_path / "store" / "small" / "ledger.json").read_bytes())["machines"]
+    assert (3, [server]) == (now["container"]["exit_code"], [machine["server"] for machine in told]), house.log(server)
+    assert Decimal(told[0]["cost"]) > 0
 
 
 def test_a_server_whose_run_another_one_has_stops_only_itself(house: Farmhouse, run, tmp_path: Path):

@@ -14,6 +14,7 @@ from runner.facts import (
     Conclusion,
     Decision,
     Diagnosis,
+    Earlier,
     Ending,
     Exit,
     Failed,
@@ -34,7 +35,7 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.policy import ledger
-from runner.policy.actions import Begin, Cease, End, Interrupt, Kill, Launch, Prune, TrimLogs, Wait
+from runner.policy.actions import Begin, Cease, End, Interrupt, Join, Kill, Launch, Prune, TrimLogs, Wait
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
 from runner.policy.house import OUTPUTS_EVERY
@@ -662,6 +663,35 @@ def test_a_limit_that_was_raised_lets_the_run_go_on(tmp_path):
 
     assert 0 == end.code
     assert [1, 2] == [number for number, _ in elsewhere.launches]
+
+
+NO_CARD = Observed(
+    now=START, boot_id="b", life="l", refusal="no card found", machine="m", lease=Lease(state=LeaseState.HELD)
+)
+WATCHED = replace(NO_CARD, lease=Lease(state=LeaseState.WATCHING))
+LONG_AGO = START - timedelta(seconds=90)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        pytest.param(replace(NO_CARD, lease=Lease(state=LeaseState.UNKNOWN)), Begin(TaskKind.LEASE, "of the run"), id="first the lease"),
+        pytest.param(NO_CARD, Begin(TaskKind.SURVEY, "store"), id="what others did"),
+        pytest.param(replace(NO_CARD, ledger=()), Join("m", Earlier()), id="it joins"),
+        pytest.param(replace(WATCHED, tasks={TaskKind.LEASE: Running(subject="", started_at=START)}), Wait(START + timedelta(seconds=90)), id="one that vanished"),
+        pytest.param(replace(WATCHED, tasks={TaskKind.LEASE: Running(subject="", started_at=LONG_AGO)}), None, id="not for ever"),
+        pytest.param(replace(NO_CARD, tasks={TaskKind.SURVEY: Failed(subject="", at=START, error="", final=False, failures=1)}), None, id="a store that is away"),
+        pytest.param(replace(NO_CARD, tasks={TaskKind.SURVEY: Finished(subject="", at=START)}), None, id="a store that says nothing"),
+        pytest.param(replace(NO_CARD, ledger=(), machine=""), None, id="it has joined"),
+    ],
+)  # fmt: skip
+def test_a_machine_that_can_do_nothing_joins_the_ledger_before_it_ends(seen, expected):
+    """
+    It is paid for; and no longer than a minute or two more for that.
+    """
+    found = decide(JOB, History(accepted_at=START, opened_at=START), seen)
+
+    assert (expected or 3) == (found.code if isinstance(found, End) else found)
 
 
 def test_a_refusal_is_looked_at_again(tmp_path):
