@@ -257,8 +257,6 @@ class Progress:
     loss: float | None = None
     steps_per_s: float | None = None
     phase: str = "starting"
-    saving_step: int = 0
-    num_committed: int = 0
     num_failed: int = 0
     save_error: str = ""
     attached: bool = False  # the script uses the library

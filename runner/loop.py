@@ -49,9 +49,9 @@ class World(Protocol):
     def launch(self, attempt: Attempt) -> None: ...
     def interrupt(self) -> None: ...
     def kill(self, *, savers: bool, hung: bool) -> None: ...
-    def forget(self, attempt: Attempt) -> None: ...
+    def forget(self) -> None: ...
     def notify(self, event: str, text: str) -> None: ...
-    def wait(self, action: Wait) -> None: ...
+    def wait(self) -> None: ...
 
 
 Tell = Callable[[Action | None, Observed, History], None]
@@ -131,7 +131,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
                     from_log=seen.progress.from_log and step == seen.progress.step,
                 )
             )
-            world.forget(journal.history.attempts[-1])
+            world.forget()
         case Interrupt(reason=reason):
             journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
             world.interrupt()
@@ -148,7 +148,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             journal.append(events.notified(key, seen.now))
             world.notify(event, text)
         case Wait():
-            world.wait(action)
+            world.wait()
         case Leave() | End():
             pass  # run() returns them
         case _:

@@ -221,7 +221,7 @@ def _settled(mission: Mission) -> CardReport | None:
     """A fabric that is only just being joined, on a machine that has only just started, is asked again."""
     ends = time.monotonic() + _SETTLE_S
     while True:
-        report = smi.read_report(program=mission.smi)
+        report = smi.read_report(mission.smi)
         is_joining = report and any(c.fabric and c.fabric.state.lower() == "in progress" for c in report.cards)
         if not is_joining or time.monotonic() >= ends:
             return report
@@ -233,7 +233,7 @@ def _tables(mission: Mission) -> tuple[Reading, ...]:
     if mission.num_cards < _PAIR:
         return ()
     asked = (("topo", "-m"), ("topo", "-p2p", "r"))
-    return tuple(read(smi.read_table(*words, program=mission.smi) or "") for words in asked)
+    return tuple(read(smi.read_table(mission.smi, *words) or "") for words in asked)
 
 
 def _cards(mission: Mission, sight: _Sight) -> Iterable[Finding]:

@@ -106,7 +106,6 @@ class LeaseView:
     """What the keeper told, and for how long it holds."""
 
     def __init__(self, *, is_needed: bool) -> None:
-        self._is_needed = is_needed
         self._told: Mapping[str, Any] = {"state": LeaseState.UNKNOWN if is_needed else LeaseState.NOT_NEEDED}
         self._renewed_s: float | None = None
 

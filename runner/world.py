@@ -38,7 +38,6 @@ from runner.facts import (
 from runner.folder import RunFolder, free_bytes
 from runner.job import Job
 from runner.policy import ledger
-from runner.policy.actions import Wait
 from runner.policy.batch import accumulation
 from runner.policy.finish import ALL_OUTPUTS
 from runner.policy.limits import ends
@@ -443,14 +442,13 @@ class RealWorld:
             attempts.abort(attempt.id, self._sight.ranks, folder=logs, evidence=self._folder.evidence(attempt.number))
         attempts.kill(attempt.id, savers=savers)
 
-    def forget(self, attempt: Attempt) -> None:
+    def forget(self) -> None:
         """The attempt is over and journaled: its page can go."""
         self._sight.forget()
         pages.remove_stale(self._folder.root)
-        del attempt
 
-    def wait(self, action: Wait) -> None:
-        del action  # what `until` names is at least a tick away, or asked again at once
+    def wait(self) -> None:
+        """A tick, whatever `Wait.until` names: that is asked again at each of them."""
         shim = self._sight.shim()
         self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim)
 
@@ -458,7 +456,7 @@ class RealWorld:
         self._alarm.ring()
 
 
-# -------------------------------------------------------------------------------- preflight
+# ------------------------------------------------------------------------------ who we are
 
 
 def identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> str:

@@ -26,7 +26,7 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.loop import run
-from runner.policy.actions import End, Wait
+from runner.policy.actions import End
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.ledger import describe_machine, merge
 from runner.policy.limits import deadline
@@ -323,12 +323,10 @@ class SimWorld:
         del savers, hung
         self.step, self.exit = None, Exit(code=-9)
 
-    def forget(self, attempt: Attempt) -> None:
-        del attempt
+    def forget(self) -> None:
         self.attempt, self.reached = None, 0
 
-    def wait(self, action: Wait) -> None:
-        del action
+    def wait(self) -> None:
         self.elsewhere.now += TURN
         if self.elsewhere.now > START + timedelta(days=3):
             raise TooLongError

@@ -95,11 +95,6 @@ def load_accepted(run_dir: Path, source: str | None, env: Mapping[str, str]) -> 
     )
 
 
-def parse_job(name: str, text: str) -> Job:
-    """The job as written, placeholders and all; `name` stands in messages."""
-    return _parse(name, text)[0]
-
-
 def place_of(loaded: LoadedJob, key: str) -> str:
     """`job.yaml:3: `, to begin a message about that key with."""
     if not loaded.text:  # a job as it was accepted has no lines

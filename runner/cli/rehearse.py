@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
@@ -54,9 +54,6 @@ from runner.policy.rehearsal import (
 )
 from runner.supervise import page as pages
 from runner.supervise import process
-
-if TYPE_CHECKING:
-    pass
 
 SUFFIX: Final = "-rehearsal"
 _MAX_NAME: Final = 63

@@ -208,7 +208,6 @@ class _Submission:
         self._rented_now: set[str] = set()
         self._digest = ""
         self._told = ""
-        self._is_accepted: str = ""
         self._trouble_since: float | None = None
 
     def run(self) -> int:
@@ -250,7 +249,6 @@ class _Submission:
 
     def _follow(self, rental: RentedServer) -> int | None:
         """It trains. Without --wait that is all; with it, until the store or the provider says otherwise."""
-        self._is_accepted = rental.id
         if "trained" not in self._record.servers.get(rental.id, {}):
             self._record.remember(rental.id, machine=rental.machine, trained="yes")
         if not self._args.wait:

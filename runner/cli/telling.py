@@ -116,7 +116,7 @@ class Teller:
                 self._log.info(_tell_over(history.conclusion.outcome))
             else:
                 self._tell_grace(first=True)
-        self._echo(seen, history)
+        self._echo(history)
         for line in changes(self._before, seen):
             self._say(line)
         self._tell_progress(seen)
@@ -139,7 +139,7 @@ class Teller:
         self._message = line
         self._log.info(line)
 
-    def _echo(self, seen: Observed, history: History) -> None:
+    def _echo(self, history: History) -> None:
         """What rank 0 prints is what `docker logs` is looked at for; the other ranks have their files."""
         if not history.attempts:
             return
@@ -153,7 +153,6 @@ class Teller:
             lines.insert(0, f"  | ({dropped} lines more; vramfarm-runner logs has them)")
         if lines:
             _Stderr().msg("\n".join(lines))  # one write
-        del seen
 
     def _tell_progress(self, seen: Observed) -> None:
         progress, before = seen.progress, self._before.progress if self._before else None

@@ -65,14 +65,12 @@ def groups(topology: Topology) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(group)) for group in set(group_of.values())))
 
 
-def wires(
-    topology: Topology, models: Iterable[str] = (), *, peer: bool | None = None, gen: int | None = None
-) -> tuple[Wire, ...]:
+def wires(topology: Topology, models: Iterable[str] = (), *, peer: bool | None = None) -> tuple[Wire, ...]:
     """The kinds of link that set the pace of an all-reduce over all these cards."""
     most = max((nvlinks(link) for _, _, link in topology.pairs), default=0)
     unknown = topology.hides_nvlink and most == 0
     count = None if unknown else most if len(groups(topology)) == 1 else 0
-    return possible_wires(models, num_cards=len(topology.gpus), nvlinks=count, peer=peer, gen=gen)
+    return possible_wires(models, num_cards=len(topology.gpus), nvlinks=count, peer=peer)
 
 
 # -------------------------------------------------------------------------------- judgements

@@ -33,7 +33,7 @@ from runner.policy.wires import (
 
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
-SHARED_MEMORY_NEED: Final = _GIB  # NCCL takes 10 MB a peer and channel, loaders a batch or two a worker
+_SHARED_MEMORY_NEED: Final = _GIB  # NCCL takes 10 MB a peer and channel, loaders a batch or two a worker
 
 
 def judge(reading: Reading) -> tuple[Finding, ...]:  # noqa: PLR0911  # one for each kind
@@ -70,29 +70,33 @@ class ShmVerdict(StrEnum):
     TOO_SMALL_AND_FULL = "too_small_and_full"
 
 
-def shared_memory_verdict(memory: SharedMemory, *, need_bytes: int = SHARED_MEMORY_NEED) -> ShmVerdict:
+def shared_memory_verdict(memory: SharedMemory) -> ShmVerdict:
     if memory.size_bytes is None:
         return ShmVerdict.TOO_SMALL  # a program asked in vain
-    is_small = memory.size_bytes < need_bytes
+    is_small = memory.size_bytes < _SHARED_MEMORY_NEED
     is_full = memory.free_bytes is not None and memory.free_bytes < memory.size_bytes // 20
     if is_small:
         return ShmVerdict.TOO_SMALL_AND_FULL if is_full else ShmVerdict.TOO_SMALL
-    return ShmVerdict.FULL if is_full or (memory.free_bytes or need_bytes) < need_bytes else ShmVerdict.OK
+    return (
+        ShmVerdict.FULL
+        if is_full or (memory.free_bytes or _SHARED_MEMORY_NEED) < _SHARED_MEMORY_NEED
+        else ShmVerdict.OK
+    )
 
 
-def judge_shared_memory(memory: SharedMemory, *, need_bytes: int = SHARED_MEMORY_NEED) -> tuple[Finding, ...]:
+def judge_shared_memory(memory: SharedMemory) -> tuple[Finding, ...]:
     """NCCL and loader workers die of `bus error` or a failed posix_fallocate when it is full."""
     size = memory.size_bytes
     told = f"shared memory (/dev/shm) has {_size(size)}" if size is not None else "shared memory (/dev/shm) ran out"
     asked = f" ({_size(memory.need_bytes)} at once)" if memory.need_bytes else ""
-    match shared_memory_verdict(memory, need_bytes=need_bytes):
+    match shared_memory_verdict(memory):
         case ShmVerdict.OK:
             return (_say("shared_memory", Severity.OK, f"{told}: enough for NCCL and loader workers"),)
         case ShmVerdict.FULL:
             hint = "remove what earlier runs left there (ls /dev/shm), or stop what uses it"
             return (_say("shared_memory", Severity.WARN, f"{told}, {_size(memory.free_bytes)} free: it is full", hint),)
         case ShmVerdict.TOO_SMALL | ShmVerdict.TOO_SMALL_AND_FULL:
-            message = f"{told}{asked}: expected {_size(need_bytes)} or more; NCCL and loader workers will fail with a bus error"
+            message = f"{told}{asked}: expected {_size(_SHARED_MEMORY_NEED)} or more; NCCL and loader workers will fail with a bus error"
             hint = "start the container with --ipc=host or --shm-size=16g; where that cannot be done: fewer num_workers, NCCL_SHM_DISABLE=1"
             return (_say("shared_memory", Severity.WARN, message, hint),)
 
@@ -185,7 +189,7 @@ class Bandwidth:
     findings: tuple[Finding, ...]
 
 
-def judge_bandwidth(measured: BusBandwidth, wires: Sequence[Wire] = (), *, width: int = 16) -> Bandwidth:
+def judge_bandwidth(measured: BusBandwidth, wires: Sequence[Wire] = ()) -> Bandwidth:
     """
     Compare a measurement with the floor of its machine. Without `wires` the models it names must do.
 
@@ -202,7 +206,7 @@ def judge_bandwidth(measured: BusBandwidth, wires: Sequence[Wire] = (), *, width
             BandwidthVerdict.INCONCLUSIVE, None, Severity.OK, message, "give the number of cards, and measure 1 GiB"
         )
     likely = tuple(wires) or _by_model(measured)
-    lowest = floor(likely, ranks, width=width) if ranks else None
+    lowest = floor(likely, ranks) if ranks else None
     told = f"{busbw:g} GB/s between {ranks or 'an unknown number of'} cards"
     if _is_dead(busbw, ranks, likely):
         return _dead(measured, told, lowest)

@@ -206,13 +206,12 @@ def possible_wires(
     num_cards: int,
     nvlinks: int | None = None,
     peer: bool | None = None,
-    gen: int | None = None,
 ) -> tuple[Wire, ...]:
     """
     Return the kinds of link that such a machine may have, from what is known of it.
 
     `nvlinks` is the largest count of NVLinks of a pair, 0 where the topology shows PCIe only,
-    None where it was not read. `gen` is the PCIe generation that slot and card can do.
+    None where it was not read.
     """
     known = tuple(models)
     fitting = [
@@ -221,15 +220,14 @@ def possible_wires(
         if num_cards <= wire.max_cards
         and (nvlinks is None or (nvlinks in wire.nvlinks if nvlinks else wire.gen))
         and (peer is None or not wire.gen or wire.peer is peer)
-        and (gen is None or not wire.gen or wire.gen == gen)
     ]
     named = [wire for wire in fitting if known and all(wire.models.search(model) for model in known)]
     return tuple(named or fitting)
 
 
-def floor(wires: Iterable[Wire], num_cards: int, *, width: int = 16) -> Floor | None:
-    """Return the lowest floor of these links for this many cards, and of fewer PCIe lanes than 16 their share."""
-    found = [_scaled(wire, lowest, width) for wire in wires if (lowest := _between(wire.floors, num_cards))]
+def floor(wires: Iterable[Wire], num_cards: int) -> Floor | None:
+    """Return the lowest floor of these links for this many cards."""
+    found = [lowest for wire in wires if (lowest := _between(wire.floors, num_cards))]
     return min(found, key=lambda one: one.gb_per_s, default=None)
 
 
@@ -241,9 +239,3 @@ def _between(floors: Mapping[int, Floor], num_cards: int) -> Floor | None:
     above = [n for n in floors if n > num_cards]
     near = [floors[n] for n in (max(below, default=0), min(above, default=0)) if n]
     return min(near, key=lambda one: one.gb_per_s, default=None)
-
-
-def _scaled(wire: Wire, found: Floor, width: int) -> Floor:
-    if not wire.gen or width >= 16:  # noqa: PLR2004  # lanes of a full slot
-        return found
-    return Floor(found.gb_per_s * max(width, 1) / 16)

@@ -23,39 +23,39 @@ _ENOUGH_S: Final = 0.5
 _LAYERS: Final = frozenset({"overlay", "aufs", "tmpfs"})
 
 
-def read_host(shared_memory: Path = Path("/dev/shm"), group: Path = _GROUP) -> Host:  # noqa: S108  # it is what we look at
+def read_host() -> Host:
     """What this machine, or container, may use."""
     return Host(
-        cores=count_cores(group),
+        cores=count_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        memory_limit_bytes=_memory_limit(group),
-        shared_memory=_shared_memory(shared_memory),
+        memory_limit_bytes=_memory_limit(),
+        shared_memory=_shared_memory(),
         memlock_bytes=_hard(resource.RLIMIT_MEMLOCK),
         open_files=_hard(resource.RLIMIT_NOFILE),
         num_nodes=max(len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))), 1),
     )
 
 
-def count_cores(group: Path = _GROUP) -> int:
+def count_cores() -> int:
     """As many as we may run on, and no more than the container's share of time."""
     allowed = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
-        quota, period = (group / "cpu.max").read_text().split()
+        quota, period = (_GROUP / "cpu.max").read_text().split()
         return max(min(allowed, round(int(quota) / int(period))), 1)
     return allowed
 
 
-def _memory_limit(group: Path) -> int | None:
+def _memory_limit() -> int | None:
     for name in _LIMITS:
         with suppress(OSError):
-            reading = read((group / name).read_text())
+            reading = read((_GROUP / name).read_text())
             return reading.limit_bytes if isinstance(reading, MemoryLimit) else None
     return None
 
 
-def _shared_memory(folder: Path) -> SharedMemory:
+def _shared_memory() -> SharedMemory:
     try:
-        usage = shutil.disk_usage(folder)
+        usage = shutil.disk_usage("/dev/shm")  # noqa: S108  # it is what we look at
     except OSError:
         return SharedMemory(size_bytes=0, free_bytes=0)
     return SharedMemory(size_bytes=usage.total, used_bytes=usage.used, free_bytes=usage.free)
@@ -87,11 +87,11 @@ def measure_disk(folder: Path) -> DiskRate:
     return DiskRate(folder=str(folder), free_bytes=usage.free, rate=written / took, kind=kind, is_volume=is_volume)
 
 
-def _file_system(folder: Path, table: Path = Path("/proc/self/mounts")) -> str:
+def _file_system(folder: Path) -> str:
     """Of the mount that is nearest above the folder."""
     nearest, kind = "", ""
     with suppress(OSError):
-        for line in table.read_text().splitlines():
+        for line in Path("/proc/self/mounts").read_text().splitlines():
             _, place, name, *_ = line.split(" ")
             if folder.is_relative_to(place) and len(place) >= len(nearest):
                 nearest, kind = place, name

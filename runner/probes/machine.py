@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -61,9 +61,9 @@ def read_cards(*, program: str = "nvidia-smi", timeout_s: float = _SMI_LIMIT_S) 
     return tuple(_parse_card(line) for line in answer.out.splitlines() if line.strip())
 
 
-def card_names(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def card_names() -> tuple[str, ...]:
     """Return the models of the cards that training may use: CUDA_VISIBLE_DEVICES counts where it is set."""
-    return tuple(card.name for card in visible(read_cards(), env.get("CUDA_VISIBLE_DEVICES")))
+    return tuple(card.name for card in visible(read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def visible(cards: Sequence[Card], names: str | None) -> tuple[Card, ...]:

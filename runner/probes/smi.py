@@ -15,6 +15,7 @@ from runner.facts import CardReport, CardState, FabricState, PcieLink
 from runner.probes.command import ask
 
 _LIMIT_S: Final = 30.0
+_LOG_LIMIT_S: Final = 5.0
 _NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?")
 _MIB: Final = 1 << 20
 _XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)")
@@ -25,14 +26,14 @@ _SLOWDOWNS: Final[Mapping[str, str]] = {
 }
 
 
-def read_report(*, program: str = "nvidia-smi", timeout_s: float = _LIMIT_S) -> CardReport | None:
+def read_report(program: str) -> CardReport | None:
     """All that the driver says of the cards; None where there is no driver. `MachineError` if it does not answer."""
-    answer = ask((program, "-q", "-x"), timeout_s=timeout_s)
+    answer = ask((program, "-q", "-x"), timeout_s=_LIMIT_S)
     if answer.missing:
         return None
     if answer.code is None:
         raise MachineError(
-            f"{program} -q: no answer within {timeout_s:.0f}s: a card or the driver hangs",
+            f"{program} -q: no answer within {_LIMIT_S:.0f}s: a card or the driver hangs",
             hint="only the machine's owner can restart it: rent another one, and tell support",
         )
     if answer.code != 0:
@@ -146,13 +147,13 @@ def _mib(node: ET.Element, path: str) -> int:
     return int((_number(node, path) or 0) * _MIB)
 
 
-def read_table(*arguments: str, program: str = "nvidia-smi", timeout_s: float = _LIMIT_S) -> str | None:
-    """What `nvidia-smi` prints for a person, such as `topo -m`; None if it did not answer."""
-    answer = ask((program, *arguments), timeout_s=timeout_s)
+def read_table(program: str, *arguments: str) -> str | None:
+    """What `nvidia-smi` (`program`) prints for a person, such as `topo -m`; None if it did not answer."""
+    answer = ask((program, *arguments), timeout_s=_LIMIT_S)
     return None if answer.code is None else f"{answer.out}\n{answer.err}"
 
 
-def read_xids(*, program: str = "dmesg", timeout_s: float = 5.0) -> tuple[tuple[str, int], ...]:
+def read_xids(program: str = "dmesg") -> tuple[tuple[str, int], ...]:
     """Errors that the driver wrote to the kernel's log, (card, number), where we may read it."""
-    found = _XID.findall(ask((program,), timeout_s=timeout_s).out)
+    found = _XID.findall(ask((program,), timeout_s=_LOG_LIMIT_S).out)
     return tuple(dict.fromkeys((where, int(number)) for where, number in found))

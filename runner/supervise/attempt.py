@@ -34,6 +34,8 @@ SHIM: Final = Path(__file__).with_name("shim.py")
 _SHIM_ROLE: Final = "shim"
 _SAVER_ROLE: Final = "saver"
 _OURS: Final = "VRAMFARM_"
+_KILL_S: Final = 30.0
+_ABORT_S: Final = 5.0  # for ranks to print their stacks
 _TORCH: Final = re.compile(r"torch-(\d+)\.(\d+)")
 _NEW_NAMES: Final = (2, 9)
 _FREE_PORT: Final = "<free port>"
@@ -198,7 +200,7 @@ def find_shim(folder: Path) -> Process | None:
     return shim if shim and process.is_alive(shim) else None
 
 
-def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> tuple[int, ...]:
+def kill(attempt_id: str, *, savers: bool = False) -> tuple[int, ...]:
     """
     SIGKILL every trainer process until none is left; return the pids that would not go.
 
@@ -210,7 +212,7 @@ def kill(attempt_id: str, *, savers: bool = False, timeout_s: float = 30.0) -> t
         found = process.find(Env.ATTEMPT_ID, attempt_id)
         return found if savers else tuple(p for p in found if p.role != _SAVER_ROLE)
 
-    process.end_all(look, timeout_s=timeout_s, spare=_SHIM_ROLE)
+    process.end_all(look, timeout_s=_KILL_S, spare=_SHIM_ROLE)
     left = process.end_all(look, timeout_s=1.0)
     process.reap()
     return tuple(p.pid for p in left)
@@ -226,16 +228,16 @@ def terminate(attempt_id: str, ranks: Sequence[int]) -> bool:
     return bool(found)
 
 
-def abort(attempt_id: str, ranks: Sequence[int], *, folder: Path, evidence: Path, timeout_s: float = 5.0) -> None:
+def abort(attempt_id: str, ranks: Sequence[int], *, folder: Path, evidence: Path) -> None:
     """
     SIGABRT, which makes Python print every thread's stack into its log: the ranks first, then
     their workers. A stopped process is woken for it. Whoever is left is for `kill`. The stacks are
     kept in `evidence`, too.
     """
     launcher = _read_shim(folder).get("launcher", {}).get("pid")
-    _abort([p for p in process.find(Env.ATTEMPT_ID, attempt_id) if p.pid in ranks], timeout_s)
+    _abort([p for p in process.find(Env.ATTEMPT_ID, attempt_id) if p.pid in ranks], _ABORT_S)
     left = [p for p in process.find(Env.ATTEMPT_ID, attempt_id) if not p.role and p.pid != launcher]
-    _abort(left, timeout_s / 5)
+    _abort(left, _ABORT_S / 5)
     keep_stacks(folder, evidence)
 
 

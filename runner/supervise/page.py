@@ -85,8 +85,6 @@ class ProgressReader:
         """Return what the ranks last said. The step is the slowest rank's; the loss rank 0's."""
         page = self.page
         saves = Progress(
-            saving_step=page[Word.SAVING_STEP],
-            num_committed=page[Word.NUM_COMMITTED],
             num_failed=page[Word.NUM_FAILED],
             save_error=self._save_error(),
         )

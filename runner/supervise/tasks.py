@@ -28,6 +28,8 @@ _ROLE: Final = "task"
 _NICENESS: Final = 10  # training goes first; the kernel derives the priority on the disk from it, too: 6 of 0 to 7
 _LOG_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 4096
+_KILLED_S: Final = 5.0
+_FINISH_S: Final = 10.0
 FINISH: Final = signal.SIGUSR1  # a task that listens to it ends by itself
 
 
@@ -75,7 +77,7 @@ class TaskBoard:
     def is_running(self, kind: TaskKind) -> bool:
         return kind in self._tasks
 
-    def end(self, kind: TaskKind, *, timeout_s: float = 5.0) -> None:
+    def end(self, kind: TaskKind) -> None:
         """End a running task and forget it; nothing happens if there is none."""
         task = self._tasks.pop(kind, None)
         if task is None:
@@ -83,7 +85,7 @@ class TaskBoard:
         self._states.pop(kind, None)
         task.kill()
         with suppress(subprocess.TimeoutExpired):
-            task.popen.wait(timeout_s)
+            task.popen.wait(_KILLED_S)
 
     def wait(self, kind: TaskKind, *, timeout_s: float) -> None:
         """Wait for a running task, but not longer."""
@@ -91,15 +93,15 @@ class TaskBoard:
             with suppress(subprocess.TimeoutExpired):
                 task.popen.wait(timeout_s)
 
-    def finish(self, kind: TaskKind, *, timeout_s: float = 10.0) -> None:
+    def finish(self, kind: TaskKind) -> None:
         """Ask a running task to end by itself (`FINISH`), and end it if it does not."""
         if task := self._tasks.get(kind):
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 task.popen.send_signal(FINISH)
-                task.popen.wait(timeout_s)
+                task.popen.wait(_FINISH_S)
         self.end(kind)
 
-    def kill_leftovers(self, *, timeout_s: float = 10.0) -> tuple[int, ...]:
+    def kill_leftovers(self) -> tuple[int, ...]:
         """End tasks of this run that an earlier runner started; return the pids that would not go."""
         mine = {task.popen.pid for task in self._tasks.values()}
 
@@ -107,7 +109,7 @@ class TaskBoard:
             found = process.find(Env.RUN, self._marker)
             return tuple(p for p in found if p.role == _ROLE and not _in_session(p.pid, mine))
 
-        return tuple(p.pid for p in process.end_all(look, timeout_s=timeout_s))
+        return tuple(p.pid for p in process.end_all(look, timeout_s=_FINISH_S))
 
     def _look(self, kind: TaskKind, now: datetime) -> None:
         task, state = self._tasks[kind], self._states[kind]

@@ -143,4 +143,4 @@ def test_xids_are_found_in_the_kernels_log(tmp_path):
     )
     log.chmod(0o755)
 
-    assert (("0000:91:00", 79), ("0000:9b:00", 31)) == smi.read_xids(program=str(log))
+    assert (("0000:91:00", 79), ("0000:9b:00", 31)) == smi.read_xids(str(log))

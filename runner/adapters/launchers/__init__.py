@@ -49,7 +49,7 @@ def split_command(text: str, *, resume_args: Sequence[str], values: Mapping[str,
     return tuple(filled)
 
 
-def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | None = None) -> None:
+def check_command(name: LauncherName, launch: Launch, *, cwd: Path) -> None:
     """Raise `JobError` if what the launcher would start is not there, or cannot be read."""
     if not launch.command:
         raise JobError("command: expected a script and its arguments, got nothing")
@@ -57,7 +57,7 @@ def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | 
     if target is None:
         return
     if name is LauncherName.COMMAND:
-        _check_program(target, cwd, path)
+        _check_program(target, cwd)
         return
     file = cwd / target
     try:
@@ -81,9 +81,9 @@ def check_command(name: LauncherName, launch: Launch, *, cwd: Path, path: str | 
         raise JobError(f"command: {file} cannot be read", hint="let this user read it: chmod +r")
 
 
-def _check_program(target: str, cwd: Path, path: str | None) -> None:
+def _check_program(target: str, cwd: Path) -> None:
     local = os.sep in target
-    if shutil.which(str(cwd / target) if local else target, path=path) is None:
+    if shutil.which(str(cwd / target) if local else target) is None:
         raise JobError(
             f"command: expected a program {target!r}, found none that can be run in {cwd if local else 'PATH'}",
             hint="check the spelling and `workdir`; a script needs chmod +x and a first line such as #!/bin/sh",
