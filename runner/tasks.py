@@ -40,7 +40,7 @@ from runner.storage import forking
 from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import Abilities, Checksums, OffsiteError, Store, open_store, staging, transfer
+from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, staging, transfer
 from runner.storage.offsite.outputs import copy_outputs
 from runner.supervise import autopsy
 from runner.supervise.source import bring
@@ -177,25 +177,18 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     abilities = store.probe()
     written = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "run_dir": arguments["run_dir"]}
-    transfer.publish(store, arguments["job"], {"looked.json": json.dumps(written).encode()})
+    transfer.publish(
+        store, arguments["job"], {transfer.LOOKED: json.dumps({**written, "abilities": asdict(abilities)}).encode()}
+    )
     job, ledger = (_read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", _LEDGER))
-    seen = look(arguments, progress)
+    seen, lacks = look(arguments, progress), LACKS[abilities.checksums]
     return {
         **seen,
         "job": job,
         "ledger": ledger,
         "abilities": asdict(abilities),
-        "summary": seen["summary"] + _say_lacks(abilities),
+        "summary": f"{seen['summary']}; {lacks}" if lacks else seen["summary"],
     }
-
-
-def _say_lacks(abilities: Abilities) -> str:
-    """What a person should know of this store; empty for one that can do all. Of the lease its keeper speaks."""
-    return {
-        Checksums.NONE: "; it keeps no checksums (CRC32): what is sent is read back to be compared",
-        Checksums.PARTS: "; it keeps checksums of parts only, which are compared with the manifest's",
-        Checksums.WHOLE: "",
-    }[abilities.checksums]
 
 
 def look(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -431,8 +424,7 @@ def _read_json(store: Store, key: str) -> dict[str, Any]:
 
 
 def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
-    known = arguments.get("abilities")
-    abilities = Abilities(checksums=Checksums(known["checksums"]), conditional=known["conditional"]) if known else None
+    abilities = parse_abilities(arguments.get("abilities"))
     return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ, abilities, timeouts_s=timeouts_s)
 
 

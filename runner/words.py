@@ -177,7 +177,7 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
         case Begin(kind=TaskKind.FORK, subject=subject):
             return f"fork from {subject.partition(' ')[2]} (checkpoint.resume): this run has no checkpoint of its own"
         case Begin(kind=TaskKind.VERIFY, subject=name):
-            return f"verify {name} in the store: sizes and checksums, as the store reports them"
+            return f"verify {name} in the store: sizes and checksums"
         case Begin(kind=TaskKind.EVIDENCE, subject=name):
             return f"{name} makes no progress and nothing explains it: its processes are looked at before it is killed"
         case Begin():

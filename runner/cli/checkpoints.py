@@ -216,10 +216,11 @@ def _differences_here(which: str | None) -> Differences:
 
 
 def _differences_in_store(address: str) -> Differences:
-    """By size and checksum as the store reports them; of a folder, every byte is read back."""
+    """By size and checksum as the store reports them; where it confirms none, every byte is read back."""
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
     run = open_run(address)
+    run = open_run(address, transfer.read_abilities(run.store, run.job))
     survey = transfer.survey(run.store, run.job)
     _expect_run(address, run, survey)
     wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]

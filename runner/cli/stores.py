@@ -10,7 +10,7 @@ from runner.errors import JobError, StoreError
 from runner.job import OffloadPolicy, split_address
 
 if TYPE_CHECKING:
-    from runner.storage.offsite import Store
+    from runner.storage.offsite import Abilities, Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,10 @@ def is_address(text: str) -> bool:
     return text.startswith(("s3://", "file://"))
 
 
-def open_run(address: str) -> StoredRun:
+def open_run(address: str, abilities: Abilities | None = None) -> StoredRun:
     """
-    Open `STORE/JOB`, or `STORE/JOB/checkpoints/step-…`; nothing is asked of the store yet.
+    Open `STORE/JOB`, or `STORE/JOB/checkpoints/step-…`; nothing is asked of the store yet. `abilities`: of the
+    store, where they are known.
 
     Credentials, and the server if it is not AWS, come from the environment: AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.
@@ -42,7 +43,7 @@ def open_run(address: str) -> StoredRun:
             f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME"
         ) from None
     offload = OffloadPolicy(to=where, endpoint=os.environ.get("AWS_ENDPOINT_URL"))
-    return StoredRun(store=open_store(offload, os.environ), job=job, checkpoint=checkpoint)
+    return StoredRun(store=open_store(offload, os.environ, abilities), job=job, checkpoint=checkpoint)
 
 
 def read_object(address: str, limit_bytes: int) -> bytes:

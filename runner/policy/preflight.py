@@ -401,7 +401,8 @@ def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Fi
     if trial.rate:
         found += _too_slow("store", "takes", trial.rate, job, checkpoint)
     if not found:
-        found.append(_ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}"))
+        lacks = f"; {trial.lacks}" if trial.lacks else ""
+        found.append(_ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{lacks}"))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ import shutil
 import ssl
 import subprocess
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from zlib import crc32
@@ -19,6 +19,7 @@ from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_stor
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
+from tests.s3server import BUCKET
 from tests.storage.examples import commit, fill
 from tests.storage.late import LateStore
 from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
@@ -77,6 +78,38 @@ def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
     assert expected == found
     assert contents(directory, ref) == contents(there, ref)
     assert [] == [entry.key for entry in store.list(".probe")]  # it leaves nothing behind
+
+
+def test_a_server_that_repeats_the_checksums_it_is_told_is_not_believed(proxy, s3_offload, s3server, directory):
+    """
+    It takes any checksum and tells it again: what arrived is read back, also by whoever looks from another machine.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    proxy.repeats_checksums = True
+    store = S3Store(offload, s3server.env)
+    ref, begun = commit(directory, shards={"small": b"small" * 1000}).ref, len(proxy.operations)
+    transfer.upload(store, "job", directory, ref, ignore)
+    read_back, looked = proxy.operations[begun:].count("GetObject"), {"abilities": asdict(store.probe())}
+    transfer.publish(store, "job", {transfer.LOOKED: json.dumps(looked).encode()})
+    other_way = s3server.client()  # on its disk, say
+    key = f"{store._prefix}job/checkpoints/{ref.name}/small"
+    other_way.put_object(Bucket=BUCKET, Key=key, Body=b"smell" * 1000)
+    elsewhere = S3Store(offload, s3server.env, transfer.read_abilities(S3Store(offload, s3server.env), "job"))
+
+    assert (Abilities(checksums=Checksums.NONE, conditional=True), True) == (store.probe(), read_back > 0)
+    for looks in (store, elsewhere):
+        with pytest.raises(OffsiteError, match="other bytes"):
+            transfer.verify(looks, "job", ref)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b'{"abilities": 1}', b'{"abilities": {"checksums": "all"}}', b"[" * 10**5])
+def test_what_is_no_record_of_abilities_says_nothing(store, raw):
+    """
+    Anybody may have written it.
+    """
+    store.put("job/looked.json", raw)
+
+    assert transfer.read_abilities(store, "job") is None
 
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])

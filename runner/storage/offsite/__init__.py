@@ -10,10 +10,10 @@ from urllib.parse import unquote, urlsplit
 
 from runner.job import OffloadPolicy
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Abilities, Checksums, OffsiteError, Store
+from runner.storage.offsite.contract import LACKS, Abilities, Checksums, OffsiteError, Store, parse_abilities
 from runner.storage.offsite.file import FileStore
 
-__all__ = ["STORES", "Abilities", "Checksums", "OffsiteError", "Store", "open_store"]
+__all__ = ["LACKS", "STORES", "Abilities", "Checksums", "OffsiteError", "Store", "open_store", "parse_abilities"]
 
 
 Timeouts = tuple[float, float]  # seconds: to connect, and for an answer

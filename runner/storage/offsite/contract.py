@@ -1,6 +1,6 @@
 """What a store is to the rest of this room, and the two ways in which it can fail."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -59,11 +59,18 @@ class Head:
 
 
 class Checksums(StrEnum):
-    """By what a store itself confirms a large file."""
+    """By what a store itself confirms a large file: it refuses other bytes, and tells their checksum later."""
 
     WHOLE = "whole"  # CRC32 of all its bytes
     PARTS = "parts"  # CRC32 of the CRC32s of its parts
     NONE = "none"  # size only: whoever wants to be sure reads the bytes back
+
+
+LACKS: Final = {  # what a person should know
+    Checksums.WHOLE: "",
+    Checksums.PARTS: "it confirms checksums (CRC32) of parts only, which are compared with the manifest's",
+    Checksums.NONE: "it confirms no checksums (CRC32): what is sent is read back and compared",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,13 @@ class Abilities:
 
     checksums: Checksums
     conditional: bool
+
+
+def parse_abilities(found: object) -> Abilities | None:
+    """None: nothing that we understand."""
+    if not isinstance(found, Mapping) or found.get("checksums") not in {*Checksums}:
+        return None
+    return Abilities(checksums=Checksums(found["checksums"]), conditional=found.get("conditional") is True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ from runner.storage.offsite.contract import (
 from runner.storage.offsite.wire import (
     MAX_ATTEMPTS,
     NO_ANSWER,
+    PROBE,
     TIMEOUTS_S,
     Pace,
     code_of,
@@ -70,6 +71,7 @@ _UNABLE: Final = frozenset(
     {"NotImplemented", "InvalidArgument", "InvalidRequest", "MalformedXML", "UnsupportedArgument", "400", "501"}
 )
 _SAMPLE: Final = b"vramfarm looks at what this store can do\n"
+_WRONG: Final = 1  # the CRC32 of other bytes
 
 
 class S3Store:
@@ -102,7 +104,7 @@ class S3Store:
 
     def probe(self) -> Abilities:
         if self._abilities is None:
-            key = f".probe-{secrets.token_hex(8)}"
+            key = f"{PROBE}{secrets.token_hex(8)}"
             with self._plain_words(key):
                 try:
                     self._abilities = self._try_out(key)
@@ -114,7 +116,7 @@ class S3Store:
     def _try_out(self, key: str) -> Abilities:
         self._client.put_object(**self._named(key), Body=_SAMPLE)
         conditional = self._refuses(key, {"IfNoneMatch": "*"}) and self._refuses(key, {"IfMatch": '"another"'})
-        kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._keeps(kind, key))
+        kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._confirms(kind, key))
         return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
 
     def _refuses(self, key: str, condition: _Condition) -> bool:
@@ -129,29 +131,36 @@ class S3Store:
             raise
         return False  # it was replaced: the condition was not looked at
 
-    def _keeps(self, kind: Checksums, key: str) -> bool:
-        """Whether a file of one part is there afterwards with its checksum."""
-        sample = crc32(_SAMPLE)
+    def _confirms(self, kind: Checksums, key: str) -> bool:
+        """Whether other bytes than those of a checksum are refused, and a file of one part is there with its own."""
+        put, checksum = partial(self._client.put_object, **self._named(key), Body=_SAMPLE), crc32(_SAMPLE)
         try:
-            self._client.put_object(**self._named(key), Body=_SAMPLE, **_with_crc32(sample))
-            self._put_sample(self._begin_upload(key, kind), kind, sample)
+            put(**_with_crc32(checksum))
+            if not _is_refused(put, **_with_crc32(_WRONG)) or not self._compares_parts(kind, key, checksum):
+                return False
         except ClientError as error:
             if code_of(error) in _UNABLE:
                 return False
             raise
         head = self.head(key)
         kept = head and (head.crc32 if kind is Checksums.WHOLE else head.parts_crc32)
-        return head is not None and kept is not None and agrees(head, Shard(key, len(_SAMPLE), (sample,))) is True
+        return head is not None and kept is not None and agrees(head, Shard(key, len(_SAMPLE), (checksum,))) is True
 
-    def _put_sample(self, upload: _Upload, kind: Checksums, sample: int) -> None:
+    def _compares_parts(self, kind: Checksums, key: str, checksum: int) -> bool:
+        upload = self._begin_upload(key, kind)
+        named: dict[str, Any] = {**self._named(key), "UploadId": upload.id}
+        put = partial(self._client.upload_part, **named, PartNumber=1, Body=_SAMPLE)
         try:
-            answer = self._client.upload_part(
-                **self._named(upload.key), UploadId=upload.id, PartNumber=1, Body=_SAMPLE, **_with_crc32(sample)
-            )
-            self._finish(upload, kind, sample, [{"PartNumber": 1, "ETag": answer["ETag"], **_with_crc32(sample)}])
-        except ClientError:
-            self._client.abort_multipart_upload(**self._named(upload.key), UploadId=upload.id)
-            raise
+            if not _is_refused(put, **_with_crc32(_WRONG)):
+                return False
+            parts = [{"PartNumber": 1, "ETag": put(**_with_crc32(checksum))["ETag"], **_with_crc32(checksum)}]
+            if kind is Checksums.WHOLE and not _is_refused(self._finish, upload, kind, _WRONG, parts):
+                return False
+            self._finish(upload, kind, checksum, parts)
+        finally:
+            with suppress(ClientError):  # it is complete, or what went wrong before is what is told
+                self._client.abort_multipart_upload(**named)
+        return True
 
     # --------------------------------------------------------------------------------- put
 
@@ -377,13 +386,18 @@ class S3Store:
                     return None
                 self._client.get_object(**self._named(key), Range="bytes=0-0")["Body"].close()
                 raise  # else the read has raised: its answer has a body that says why
+            checksum = found.get("ChecksumCRC32", "") if self._is_word_good() else ""
             return Head(
                 size_bytes=found["ContentLength"],
-                crc32=_decode(found.get("ChecksumCRC32", "")),
-                parts_crc32=_decode_parts(found.get("ChecksumCRC32", "")),
+                crc32=_decode(checksum),
+                parts_crc32=_decode_parts(checksum),
                 md5=_plain_md5(found),
                 tag=found.get("ETag", ""),
             )
+
+    def _is_word_good(self) -> bool:
+        """Not where it was found out that this server repeats what it is told, whatever the bytes."""
+        return self._abilities is None or self._abilities.checksums is not Checksums.NONE
 
     def _ask_head(self, key: str) -> Mapping[str, Any]:
         """Some servers refuse a request that asks for checksums (`x-amz-checksum-mode`)."""
@@ -541,6 +555,17 @@ def _decode_parts(text: str) -> tuple[int, int] | None:
     of_all, _, number = text.partition("-")
     checksum = _decode(of_all)
     return None if checksum is None or not number.isdecimal() else (checksum, int(number))
+
+
+def _is_refused(call: Callable[..., Any], *args: Any, **fields: Any) -> bool:  # noqa: ANN401  # botocore's
+    """Whether what is wrong in a request is told; a server that fails says nothing."""
+    try:
+        call(*args, **fields)
+    except ClientError as error:
+        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:  # noqa: PLR2004  # its own fault
+            raise
+        return True
+    return False
 
 
 def _is_taken(error: ClientError) -> bool:

@@ -4,6 +4,7 @@ Checkpoints between a disk and a store.
     <job>/checkpoints/step-00000500-0123abcd/<shard> ...   each confirmed by the store
     <job>/checkpoints/step-00000500-0123abcd/MANIFEST.json last, and only if there is none
     <job>/outcome.json                                     the job is over
+    <job>/looked.json                                      what the store can do, found out by the run's first look
     <job>/refusal.json                                     the last start came to nothing through the job or the store
 
 Order, at any time:
@@ -33,7 +34,17 @@ from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, describe_file
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Entry, Head, OffsiteError, Store, agrees, by_chunk, in_parallel
+from runner.storage.offsite.contract import (
+    Abilities,
+    Entry,
+    Head,
+    OffsiteError,
+    Store,
+    agrees,
+    by_chunk,
+    in_parallel,
+    parse_abilities,
+)
 from vramfarm.checksum import crc32
 from vramfarm.protocol import (
     CHUNK_BYTES,
@@ -49,6 +60,7 @@ from vramfarm.protocol import (
 Progress = Callable[[float, str], None]
 
 OUTCOME: Final = "outcome.json"
+LOOKED: Final = "looked.json"
 _NUM_THREADS: Final = 8
 _NUM_SHARDS: Final = 4  # that are sent at once; their parts share the store's threads
 _NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
@@ -310,7 +322,7 @@ def differs(store: Store, key: str, shard: Shard) -> str:
 
 
 def _read_back(store: Store, key: str, shard: Shard) -> str:
-    """For a store that keeps no checksums."""
+    """For a store that confirms no checksums."""
 
     def is_same(run: _Run) -> bool:
         found: list[int] = []
@@ -332,6 +344,15 @@ def _words(head: Head) -> str:
 
 
 # ----------------------------------------------------------------------------------- verify
+
+
+def read_abilities(store: Store, job: str) -> Abilities | None:
+    """What a run found out of its store; None: nothing can be read."""
+    raw = store.get(f"{job}/{LOOKED}", limit_bytes=1 << 20)
+    with suppress(ValueError, RecursionError):
+        looked = json.loads(raw or b"{}")
+        return parse_abilities(looked.get("abilities")) if isinstance(looked, dict) else None
+    return None
 
 
 def verify(

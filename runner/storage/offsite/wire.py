@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
 
 MAX_ATTEMPTS: Final = 4
+PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refusal is the answer
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError)
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
 _BLOCK_BYTES: Final = 256 << 10
@@ -110,10 +111,12 @@ def connect(
     return client
 
 
-def _damaged_on_its_way(response: Any, attempts: int, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
+def _damaged_on_its_way(response: Any, attempts: int, request_dict: Any, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
     """Seconds to wait before a request is sent again that the server refused for its bytes; botocore takes that for our fault."""
     code = response[1].get("Error", {}).get("Code") if response else None
-    return 0.2 * attempts if code in _DAMAGED and attempts < MAX_ATTEMPTS else None
+    if code not in _DAMAGED or attempts >= MAX_ATTEMPTS or PROBE in request_dict["url_path"]:
+        return None
+    return 0.2 * attempts
 
 
 def _addressing(offload: OffloadPolicy, endpoint: str | None) -> Literal["auto", "path", "virtual"]:
