@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import page
 import torch
 import torch.distributed as dist
 from drive import end, launch, torchrun
 from model import about, join
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 
 from vramfarm import Checkpointer, copies, folder, staging
 from vramfarm.loading import Reader
@@ -48,8 +49,42 @@ class Net(nn.Module):
         return self.norm(total) * self.gain.sum()
 
 
-def tensors(model, optimizer, more=()):
-    """Everything that a save must hold, by its name there: this rank's part."""
+def spread(model, way, device):
+    """Over all ranks, by FSDP2, or by FSDP1 in one of two ways: with the parameters as they were, or flat ones."""
+    if not way:
+        return model
+    model.gain = nn.Parameter(torch.ones(5, device=device))
+    if way == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+    flat = {
+        "use_orig_params": False,
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+        "mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+    }
+    options = {"device_id": device, **(flat if way == "fsdp1 flat" else {"use_orig_params": True})}
+    model.layers = nn.ModuleList(FullyShardedDataParallel(layer, **options) for layer in model.layers)
+    return FullyShardedDataParallel(model, **options)
+
+
+def clean(name):
+    return name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank has of a tensor: a box of it that begins at `offsets`, or `cut`, a range of its elements."""
+
+    local: torch.Tensor
+    offsets: tuple[int, ...] = ()
+    cut: slice | None = None
+
+
+def parts(model, optimizer, more=()):
+    """Everything that a save must hold, by its name there."""
+    if isinstance(model, FullyShardedDataParallel):
+        return dict(flat_parts(model, optimizer))
     found = {f"model.{n}": t for n, t in model.state_dict().items()}
     names = {id(p): n for n, p in model.named_parameters()}
     for parameter, state in optimizer.state.items():
@@ -57,74 +92,88 @@ def tensors(model, optimizer, more=()):
             found[f"optimizer.state.{names[id(parameter)]}.{key}"] = value
     for name, module in more:
         found |= {f"{name}.{n}": t for n, t in module.state_dict().items()}
-    return found
+    return {clean(k): Part(staging.local_of(t), staging.local_box(t)[1]) for k, t in found.items()}
 
 
-def copy_of(found):
-    return {k: staging.local_of(t).clone() for k, t in found.items()}
+def flat_parts(model, optimizer):
+    """The same of FSDP1, by what torch itself notes of its flat parameters: ours is not asked."""
+    for name, buffer in model.named_buffers():
+        yield clean(f"model.{name}"), Part(buffer, (0,) * buffer.dim())
+    for prefix, unit in model.named_modules():
+        if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
+            continue
+        flat = unit._handle.flat_param
+        for number, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
+            if not info.in_shard:
+                continue
+            name = clean(f"{prefix}.{name}" if prefix else name)  # noqa: PLW2901  # as it is in the model
+            holder = flat if flat._params is None else flat._params[number]
+            cut = slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+            here = slice(info.offset_in_shard, info.offset_in_shard + cut.stop - cut.start)
+            for key, value in {f"model.{name}": holder, **_states(optimizer, holder, name)}.items():
+                local = value.detach().flatten()
+                local = local[here] if holder is flat and value.dim() else local
+                yield key, Part(local, cut=cut) if value.dim() else Part(value)
 
 
-def differences(stored, history, live):
-    """Names of tensors that are not what they were at the checkpoint's step."""
-    reader, then = Reader(stored), history[stored.manifest.step]
-    wrong = []
-    for key, tensor in live.items():
-        name = key.replace("_orig_mod.", "")
-        read = torch.empty_like(staging.local_of(tensor))
-        reader.read_into(name, read, staging.local_box(tensor)[1])
-        reader.flush()
-        if not torch.equal(read, then[key]):
-            wrong.append(name)
-    return wrong
+def _states(optimizer, holder, name):
+    return {f"optimizer.state.{name}.{key}": value for key, value in optimizer.state.get(holder, {}).items()}
 
 
-def train(
-    path,
-    device,
-    *,
-    layers=LAYERS,
-    shard=False,
-    compiled=False,
-    accumulate=1,
-    kind="foreach",
-    between=None,
-    average=False,
-    frozen=False,
-    staged="full",
-    sabotage=False,
-):
-    torch.manual_seed(0)
+def copy_of(live):
+    return {k: part.local.clone() for k, part in live.items()}
+
+
+def differences(stored, then, live):
+    """Names of tensors that are not what they were then."""
+    reader, read = Reader(stored), {}
+    for name, part in live.items():
+        if part.cut is None:
+            read[name] = torch.empty_like(part.local)
+            reader.read_into(name, read[name], part.offsets)
+        else:
+            read[name] = reader.whole(name)
+    reader.flush()
+    return [name for name, part in live.items() if not _is_same(read[name], part.cut, then[name])]
+
+
+def _is_same(read, cut, then):
+    return torch.equal(read if cut is None else read.flatten()[cut].to(then.device), then)
+
+
+def prepare(path, device, *, seed=0, layers=LAYERS, way="", compiled=False, kind="foreach", average=False, frozen=False, staged="full"):  # fmt: skip
+    """Model, optimizer, average and library, as a script makes them."""
+    torch.manual_seed(seed)
     model = Net(layers).to(device)
     if frozen:
         for layer in model.layers[::2]:
             layer.requires_grad_(False)
-    if shard:
-        model.gain = nn.Parameter(torch.ones(5, device=device))
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    bare = model
-    if compiled:
-        model = torch.compile(model)
+    bare = spread(model, way, device)
     trained = [p for p in bare.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, **{kind: True})
     ema = torch.optim.swa_utils.AveragedModel(bare) if average else None
+    model = torch.compile(bare) if compiled else bare
     ckpt = Checkpointer(model, optimizer, ema=ema, dir=path, save_interval="24h", keep_last=50, staging=staged)
+    return model, bare, optimizer, ema, ckpt
+
+
+def train(path, device, *, accumulate=1, between=None, sabotage=False, **options):
+    model, bare, optimizer, ema, ckpt = prepare(path, device, **options)
     if sabotage:
         unprotect(ckpt._copier, optimizer)
+    more = [("ema", ema)] if ema else []
     history = {}
     page = ckpt._seat.page
     x = torch.randn(64, DIM, device=device)
     asked = 0
-    more = [("ema", ema)] if average else []
     while ckpt.start_step < STEPS:
         for _ in range(accumulate):
             model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if average:
+        if ema:
             ema.update_parameters(bare)
-        live = tensors(bare, optimizer, more)
+        live = parts(bare, optimizer, more)
         history[ckpt.start_step + 1] = copy_of(live)
         ckpt.step()
         if between:
@@ -141,18 +190,26 @@ def train(
     failed = page[Word.NUM_FAILED]
     said = page.error()
     ckpt.finish()
-    wrong = [
-        (s.manifest.step, differences(s, history, live)) for s in folder.committed(path) if s.manifest.step in history
-    ]
+    stored = [one for one in folder.committed(path) if one.manifest.step in history]
+    wrong = {one.manifest.step: differences(one, history[one.manifest.step], live) for one in stored}
     hidden = ckpt._copier._hide
     return {
         "checked": len(wrong),
-        "wrong": {step: names for step, names in wrong if names},
+        "wrong": {step: names for step, names in wrong.items() if names},
         "failed": failed,
         "said": said,
-        "hidden": hidden and staged == "full" and HAS_CARD,
-        "linked": any(shard.path.startswith("frozen-") for s in folder.committed(path) for shard in s.manifest.shards),
+        "hidden": hidden and options.get("staged", "full") == "full" and HAS_CARD,
+        "linked": any(shard.path.startswith("frozen-") for one in stored for shard in one.manifest.shards),
+        "resumed": resume(path, device, history, options),
     }
+
+
+def resume(path, device, history, options):
+    """Names of tensors that another process's training would not go on from as they were."""
+    _, bare, optimizer, ema, ckpt = prepare(path, device, seed=1, **options)
+    live, then = parts(bare, optimizer, [("ema", ema)] if ema else []), history[ckpt.start_step]
+    ckpt.finish()
+    return [name for name in then if name not in live or not torch.equal(live[name].local, then[name])]
 
 
 def unprotect(copier, optimizer):
@@ -193,18 +250,20 @@ class Case:
 CASES = {
     "foreach": Case(),
     "no protection": Case({"sabotage": True, "layers": 16}, torn=True, needs_card=True),
-    "fsdp2": Case({"shard": True}),
+    "fsdp2": Case({"way": "fsdp2"}),
+    "fsdp1": Case({"way": "fsdp1"}),
+    "fsdp1, flat parameters, bf16": Case({"way": "fsdp1 flat"}),
     "half of the weights frozen": Case({"frozen": True}),
-    "half frozen, fsdp2": Case({"frozen": True, "shard": True}),
+    "half frozen, fsdp2": Case({"frozen": True, "way": "fsdp2"}),
     "chunked": Case({"staged": "chunked"}),
-    "chunked, half frozen, fsdp2": Case({"staged": "chunked", "frozen": True, "shard": True}),
+    "chunked, half frozen, fsdp2": Case({"staged": "chunked", "frozen": True, "way": "fsdp2"}),
     "weights clamped outside the optimizer": Case({"between": clamp}, gives_up=True, needs_card=True),
     "data exchanged": Case({"between": exchange}),
     "average": Case({"average": True}),
     "fused": Case({"kind": "fused"}),
     "capturable": Case({"kind": "capturable"}, needs_card=True),
     "compiled, accumulated": Case({"compiled": True, "accumulate": 3}, needs_card=True),
-    "fsdp2 fused compiled": Case({"shard": True, "kind": "fused", "compiled": True}, needs_card=True),
+    "fsdp2 fused compiled": Case({"way": "fsdp2", "kind": "fused", "compiled": True}, needs_card=True),
 }
 
 
@@ -230,6 +289,9 @@ def problem(case, found):
     complaints = {
         f"differ: {', '.join(wrong)}": bool(wrong),
         "too few checkpoints to speak of": few,
+        f"resumed otherwise: {', '.join(name for one in found for name in one['resumed'][:3])}": any(
+            one["resumed"] for one in found
+        ),
         "no save was given up": case.gives_up and not found[0]["failed"],
         "the frozen weights are in no file of their own": case.options.get("frozen") and not found[0]["linked"],
         "the copy was not hidden": HAS_CARD
@@ -240,11 +302,12 @@ def problem(case, found):
 
 def row(name, found, text, seconds):
     if any("error" in one for one in found):
-        return f"| {name} | | | | | {text.replace('|', '/')} |"
+        return f"| {name} | | | | | | {text.replace('|', '/')} |"
     checked, torn = (sum(one["checked"] for one in found), sum(len(one["wrong"]) for one in found))
     hidden = "yes" if all(one["hidden"] for one in found) else "no"
     print(f"{name}: {seconds:.1f} s: {found}", flush=True)
-    return f"| {name} | {hidden} | {checked} | {torn} | {found[0]['failed']} | {text or 'as it must be'} |"
+    resumed = sum(len(one["resumed"]) for one in found)
+    return f"| {name} | {hidden} | {checked} | {torn} | {resumed} | {found[0]['failed']} | {text or 'as it must be'} |"
 
 
 def main():
@@ -280,8 +343,8 @@ def write(arguments, rows, failures, late):
     text = [
         about(),
         "",
-        "| case | copied beside the training | checkpoints compared, both ranks | of them torn | saves given up | |",
-        "|---|---|---|---|---|---|",
+        "| case | copied beside the training | checkpoints compared, all ranks | of them torn | tensors that differ after a resume | saves given up | |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
         *([f"left out: {', '.join(late)}"] if late else []),
@@ -297,7 +360,7 @@ def start(arguments):
     shutil.rmtree(Path(arguments.folder) / "bytes", ignore_errors=True)
     log = Path(arguments.folder) / "check_bytes.log"
     log.unlink(missing_ok=True)
-    process = launch(torchrun(2, "check_bytes.py", sys.argv[1:]), log)
+    process = launch(torchrun(page.num_ranks(), "check_bytes.py", sys.argv[1:]), log)
     until, at = time.monotonic() + arguments.limit_s + 30, 0
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.5)

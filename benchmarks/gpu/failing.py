@@ -26,6 +26,7 @@ if KIND == "import":
 
 import torch  # noqa: E402  # what is above needs none of it
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import record  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 if KIND == "before" and RANK == 0:
@@ -63,20 +64,20 @@ def fault(device, step):
         else:
             dist.all_reduce(large)
         return
-    if RANK != 1:
+    if (KIND == "kill0") != (RANK == 0) or RANK > 1:
         return
     mark()
-    print(f"rank 1 is at step {step}", flush=True)
+    print(f"rank {RANK} is at step {step}", flush=True)
     match KIND:
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "asleep":
             time.sleep(3600)
-        case "value":
+        case "value" | "recorded":
             raise ValueError(f"batch {step}: label 7 is not one of 4 classes")
         case "key":
             raise KeyError("attention_mask")
-        case "kill":
+        case "kill" | "kill0":
             os.kill(os.getpid(), signal.SIGKILL)
         case "segv":
             ctypes.string_at(0)
@@ -125,4 +126,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    record(main)() if KIND == "recorded" else main()

@@ -1,9 +1,9 @@
 """
-Two ranks that fail in a known way: who speaks first, whom torchrun names, whom our triage names.
+Ranks that fail in a known way: who speaks first, whom torchrun names, whom our triage names.
 
     python benchmarks/gpu/first_error.py FOLDER [--cases NAME ...] [--at-once 20]
 
-On cards with NCCL, else two processes with gloo. Leaves the logs of each case in FOLDER/errors/NAME: `ranks` as the
+A rank on each card with NCCL, else two processes with gloo. Leaves the logs of each case in FOLDER/errors/NAME: `ranks` as the
 runner keeps them (one file a rank and stream, the launcher's own), and `merged.log`, as a terminal shows them.
 """
 
@@ -49,7 +49,7 @@ class Case:
     options: tuple[str, ...] = ()
     env: dict = field(default_factory=lambda: dict(PREVENTION))
     on_cards: bool | None = None  # None: there and on the CPU
-    ends_it: bool = False  # torchrun itself gets SIGTERM
+    ends_it: signal.Signals | None = None  # what torchrun itself gets
 
 
 WAITS = (  # of the rank that did not come
@@ -69,11 +69,23 @@ CASES = {
     "import_error": Case("import", "every rank: ImportError", ("missing_module",), rank=None),
     "before_init": Case("before", "rank 0 raises before it joins", ("user_exception",), rank=0, timeout_s=30),
     "restarts": Case("key", "--max-restarts 1, rank 1: KeyError", ("user_exception",), options=("--max-restarts=1",)),
-    "sigterm": Case("none", "torchrun gets SIGTERM", ("sigterm_external",), rank=None, ends_it=True),
+    "recorded": Case("recorded", "rank 1 raises in a main that has @record", ("user_exception",)),
+    "sigkill_0": Case("kill0", "rank 0 gets SIGKILL", ("sigkill_unknown",), rank=0),
+    "sigterm": Case("none", "torchrun gets SIGTERM", ("sigterm_external",), rank=None, ends_it=signal.SIGTERM),
+    "sighup": Case("none", "torchrun gets SIGHUP", ("sighup",), rank=None, ends_it=signal.SIGHUP),
+    "sigint": Case("none", "torchrun gets SIGINT", ("sigterm_external",), rank=None, ends_it=signal.SIGINT),
     "sizes": Case(
         "sizes", "all_reduce of different sizes, time-out 10 s", DIFFERS, rank=None, timeout_s=10, on_cards=False
     ),
     "mismatch": Case("mismatch", "all_reduce beside all_gather, time-out 10 s", DIFFERS, rank=None, timeout_s=10),
+    "sizes_detail": Case(
+        "sizes",
+        "the same with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        ("collective_mismatch",),
+        rank=None,
+        timeout_s=10,
+        env={**PREVENTION, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    ),
     "out_of_memory": Case("memory", "rank 1 asks for more memory than the card has", ("cuda_oom",), on_cards=True),
     "illegal_access": Case("access", "rank 1 writes where nothing is", ("cuda_illegal_access",), on_cards=True),
     "device_assert": Case("assert", "rank 1: an index outside of its table", ("device_side_assert",), on_cards=True),
@@ -85,7 +97,7 @@ def launch(case: Case, folder: Path, limit_s: float) -> tuple[int | None, float]
     ranks = folder / "ranks"
     ranks.mkdir(parents=True, exist_ok=True)
     argv = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={page.num_ranks()}"),
         *("--max-restarts=0", f"--log-dir={ranks}", "--tee=3", *case.options),
         *(str(FAILING), case.kind, "2", "64", "1", str(case.timeout_s)),
     ]  # fmt: skip
@@ -97,7 +109,7 @@ def launch(case: Case, folder: Path, limit_s: float) -> tuple[int | None, float]
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=folder)
         try:
             if case.ends_it:
-                end_when_it_trains(child, folder / "merged.log")
+                end_when_it_trains(child, folder / "merged.log", case.ends_it)
             return child.wait(timeout=limit_s), time.monotonic() - began
         except subprocess.TimeoutExpired:
             return None, time.monotonic() - began
@@ -105,11 +117,11 @@ def launch(case: Case, folder: Path, limit_s: float) -> tuple[int | None, float]
             process.end_all(lambda: process.find(Env.RUN, str(folder)), timeout_s=10)
 
 
-def end_when_it_trains(child: subprocess.Popen, log: Path) -> None:
+def end_when_it_trains(child: subprocess.Popen, log: Path, number: signal.Signals) -> None:
     deadline = time.monotonic() + 60
     while b"step 20 " not in log.read_bytes() and time.monotonic() < deadline and child.poll() is None:
         time.sleep(0.2)
-    child.send_signal(signal.SIGTERM)
+    child.send_signal(number)
 
 
 def part(folder: Path) -> None:

@@ -10,6 +10,7 @@ ten seconds; it trains well for some seconds, hangs, and is to be found, named, 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -48,6 +49,7 @@ SAID = {
     "killed": "kill the attempt",
     "again": "launch attempt 2",
 }
+DUMP = re.compile(r"rank \d+: collective_seq_id=")
 QUERY = "index,utilization.gpu,utilization.memory,power.draw,clocks.sm"
 
 
@@ -98,7 +100,7 @@ def run(kind: str, folder: Path, found: threading.Event, *, on_cards: bool, time
         kind=kind,
         seconds=6 if on_cards else 4,
         work="8192 40" if on_cards else "64 1",
-        place="cards: 2" if on_cards else "cpu_processes: 2",
+        place=f"cards: {page.num_ranks()}" if on_cards else "cpu_processes: 2",
         python=sys.executable,
         limit=LIMIT_S,
     )
@@ -166,8 +168,8 @@ def judge(case: Case, folder: Path, seen: Watched) -> tuple[list[str], list[str]
         wrong.append("found late")
     if found is None or found.label not in case.labels or found.rank != case.rank:
         wrong.append(f"named {found.label if found else None}, rank {found.rank if found else None}")
-    if page.cards() and not recorded:
-        wrong.append("no flight recorder")
+    if page.cards() and (not recorded or DUMP.match(recorded[0])):
+        wrong.append("the flight recorder names nobody")
     if not by_spy and not by_signal:
         wrong.append("no stacks")
     if seen.code != 0:
@@ -183,12 +185,18 @@ def judge(case: Case, folder: Path, seen: Watched) -> tuple[list[str], list[str]
         healthy,
         waiting,
         f"{len(by_spy)} by py-spy, {len(by_signal)} by the signal",
-        f"{len(recorded)} ranks" if recorded else "-",
+        _by_recorder(recorded),
         "; ".join(wrong) or "yes",
     ]
     for line in (*recorded, *(f"attempt {a.number}: {a.reason}" for a in attempts)):
         print(f"    {line[:600]}", flush=True)
     return row, wrong
+
+
+def _by_recorder(lines: list[str]) -> str:
+    """Whom the dumps name, and how many ranks wrote one."""
+    dumps = [line for line in lines if DUMP.match(line)]
+    return "; ".join([*(line for line in lines if line not in dumps), f"{len(dumps)} dumps"]) if dumps else "-"
 
 
 RESULTS: dict = {}

@@ -3,9 +3,9 @@ What `plan` says a card holds, beside what torch.cuda.max_memory_allocated says 
 
     python benchmarks/gpu/memory.py FOLDER [--layers 24 --hidden 2048]
 
-It starts a process for each of two cards. A plain transformer of 1 to 3B parameters, AdamW, three steps each of DDP, FSDP2 as SHARD_GRAD_OP
-(reshard_after_forward=False) and as FULL_SHARD. Weights, gradients and moments are fp32, compute
-is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. The plan is to be within
+It starts a process for each card. A plain transformer of 1 to 3B parameters, three steps each of DDP, FSDP2 as SHARD_GRAD_OP
+(reshard_after_forward=False) and as FULL_SHARD, with torch's usual AdamW and with the fused one. Weights, gradients and moments
+are fp32, compute is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. The plan is to be within
 10 %. Without cards it runs on the CPU and small, where nothing is measured: only that it runs.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -30,8 +31,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.policy.planning import Precision, Strategy, Workload, activations, memory
 
-CASES = ((Strategy.DDP, False), (Strategy.DDP, True), (Strategy.SHARD_GRAD_OP, False), (Strategy.FULL_SHARD, False))
-"""With torch's usual AdamW, whose step needs room of its own, and once with the fused one, which does not."""
+STRATEGIES = (Strategy.DDP, Strategy.SHARD_GRAD_OP, Strategy.FULL_SHARD)
+CASES = [(strategy, fused) for strategy in STRATEGIES for fused in (False, True)]
+"""With torch's usual AdamW, whose step needs room of its own, and with the fused one, which does not."""
+HEAD = [
+    "strategy",
+    "states",
+    "activations",
+    "working",
+    "planned",
+    "held before",
+    "held in the step",
+    "the plan differs by",
+]
 
 
 def spread(model, strategy, device):
@@ -41,7 +53,7 @@ def spread(model, strategy, device):
 
 
 def measure(args, strategy, device, *, fused):
-    """Peak bytes of three steps on this card; 0 where there is none."""
+    """Parameters, and peak bytes of three steps on this card: before the optimizer's step, and in it."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(args.layers, args.hidden, args.vocabulary, recompute=args.recompute)
@@ -49,16 +61,27 @@ def measure(args, strategy, device, *, fused):
     model = spread(model, strategy, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=(fused and device.type == "cuda") or None)
     tokens = torch.randint(args.vocabulary, (args.per_card, args.sequence), device=device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    peaks = {"before": 0, "step": 0}
+    _peak(device)
     for _ in range(3):
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(tokens)
         functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         del logits
-    return count, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        peaks["before"] = max(peaks["before"], _peak(device))
+        optimizer.step()
+        peaks["step"] = max(peaks["step"], _peak(device))
+        optimizer.zero_grad(set_to_none=True)
+    return {"parameters": count, **peaks}
+
+
+def _peak(device):
+    """Of the time since it was asked last; 0 where there is no card."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 def plan(args, strategy, count, cards):
@@ -101,10 +124,10 @@ def options():
     return parser.parse_args()
 
 
-def on_every_card(script, arguments, *, processes=2, limit_s=240.0):
+def on_every_card(script, arguments, *, limit_s=240.0):
     """A process a card, ended at its limit; torchrun's exit code."""
     argv = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
-            f"--nproc-per-node={processes}", str(script), *arguments)  # fmt: skip
+            f"--nproc-per-node={page.num_ranks()}", str(script), *arguments)  # fmt: skip
     child = subprocess.Popen(argv, env=page.environment(OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL)
     try:
         return child.wait(timeout=limit_s)
@@ -125,50 +148,65 @@ def join():
 
 
 def work(args):
-    device = join()
-    cards, rows, wrong = dist.get_world_size(), [], []
+    """On each rank: what the first one held goes to FOLDER/memory.json, case by case."""
+    device, found = join(), []
     for strategy, fused in CASES:
-        name = f"{strategy}, fused AdamW" if fused else str(strategy)
+        one = {"strategy": strategy, "fused": fused, "cards": dist.get_world_size()}
         try:
-            count, peak = measure(args, strategy, device, fused=fused)
+            one |= measure(args, strategy, device, fused=fused)
         except torch.OutOfMemoryError as error:
-            rows.append([name, *"-----", str(error)[:80]])
-            wrong.append(name)
-            continue
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        states, kept, working = plan(args, strategy, count, cards)
-        total = states + kept + working
-        measured = [f"{peak / 1e9:.2f}", f"{total / peak - 1:+.0%}"] if peak else ["-", "-"]
-        wrong += [name] if peak and abs(total / peak - 1) > 0.1 else []
-        rows.append([name, *(f"{size / 1e9:.2f}" for size in (states, kept, working, total)), *measured])
-        if int(os.environ["RANK"]) == 0:
-            print(*rows[-1], sep=" | ", flush=True)
+            one["error"] = str(error)[:80]
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        found.append(one)
+        if dist.get_rank() == 0:
+            print(one, flush=True)
+            (args.folder / "memory.json").write_text(json.dumps(found))
     dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
-        kept = "checkpointed" if args.recompute else "kept"
-        page.write(
-            args.folder,
-            "memory",
-            "## Memory of a card, planned and held",
-            page.machine()
-            + f". {count / 1e9:.2f}B parameters on {cards} cards, {args.per_card} x {args.sequence} tokens a card, activations {kept}; GB a card."
-            + ("" if peak else " On the CPU nothing is measured."),
-            page.table(
-                ["strategy", "states", "activations", "working", "planned", "held", "the plan differs by"], rows
-            ),
-            f"not within 10 %: {', '.join(wrong)}" if wrong else "",
-        )
-    return 1 if wrong else 0
+    return 0
+
+
+def row_of(args, found):
+    """A row of the table, and by how much the plan is off: none where nothing was measured."""
+    name = f"{found['strategy']}, {'fused' if found['fused'] else 'usual'} AdamW"
+    if "error" in found:
+        return [name, *"-----", "-", found["error"]], None
+    states, kept, working = plan(args, Strategy(found["strategy"]), found["parameters"], found["cards"])
+    planned, held = states + kept + working, max(found["before"], found["step"])
+    sizes = [f"{size / 1e9:.2f}" for size in (states, kept, working, planned)]
+    if not held:
+        return [name, *sizes, *"---"], None
+    off = planned / held - 1
+    return [name, *sizes, *(f"{found[at] / 1e9:.2f}" for at in ("before", "step")), f"{off:+.0%}"], off
 
 
 def main() -> int:
-    if "RANK" in os.environ:
-        return work(options())
     args = options()
-    return on_every_card(Path(__file__), sys.argv[1:], limit_s=args.limit_s) and 1
+    if "RANK" in os.environ:
+        return work(args)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    kept = args.folder / "memory.json"
+    kept.unlink(missing_ok=True)
+    code = on_every_card(Path(__file__), sys.argv[1:], limit_s=args.limit_s)
+    found = json.loads(kept.read_text()) if kept.exists() else []
+    rows = [row_of(args, one) for one in found]
+    wrong = [row[0] for row, off in rows if off is not None and abs(off) > 0.1]
+    said = [f"not within 10 %: {', '.join(wrong)}"] if wrong else []
+    if code or len(found) < len(CASES) or any("error" in one for one in found):
+        said.append(f"exit code {code}, {sum('error' not in one for one in found)} of {len(CASES)} measured")
+    size = f"{found[0].get('parameters', 0) / 1e9:.2f}B parameters on {found[0]['cards']}" if found else "nothing"
+    page.write(
+        args.folder,
+        "memory",
+        "## Memory of a card, planned and held",
+        f"{page.machine()}. {size}, {args.per_card} x {args.sequence} tokens each, activations "
+        f"{'checkpointed' if args.recompute else 'kept'}; GB a card. *Held*: most before the optimizer's step, and in it."
+        + ("" if page.cards() else " On the CPU nothing is measured."),
+        page.table(HEAD, [row for row, _ in rows]),
+        "; ".join(said),
+    )
+    return 1 if said else 0
 
 
 if __name__ == "__main__":

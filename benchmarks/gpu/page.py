@@ -30,8 +30,16 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def cards() -> list[str]:
-    """Names of the cards that nvidia-smi knows of."""
-    return [line.strip() for line in ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()]
+    """Names of the cards that nvidia-smi knows of and this process may use."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    which = [] if allowed is None else [f"--id={allowed}"]
+    told = ask("nvidia-smi", *which, "--query-gpu=name", "--format=csv,noheader") if allowed != "" else ""
+    return [line.strip() for line in told.splitlines()]
+
+
+def num_ranks() -> int:
+    """A process a card; two without cards."""
+    return len(cards()) or 2
 
 
 def link() -> str:

@@ -1,10 +1,10 @@
 """
-One card against two at the same global batch: time of a step, tokens a second, and what `plan` expects.
+One card against all at the same global batch: time of a step, tokens a second, and what `plan` expects.
 
     python benchmarks/gpu/scaling.py FOLDER [--layers 16 --hidden 2048]
 
-The transformer of memory.py, about 1B parameters, AdamW, bf16 compute. One card accumulates two micro-batches where two
-cards take one each. Without cards two processes on the CPU, small, where the plan knows of no link: only that it runs.
+The transformer of memory.py, about 1B parameters, AdamW, bf16 compute. One card accumulates as many micro-batches as there are
+cards, where all cards take one each. Without cards two processes on the CPU, small, where the plan knows of no link: only that it runs.
 """
 
 import argparse
@@ -33,12 +33,14 @@ def options():
     parser.add_argument("folder", type=Path)
     memory.add_model(parser, layers=16)
     parser.add_argument("--limit-s", type=float, default=100, help="of the processes on the cards")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.cards = page.num_ranks()
+    return args
 
 
 def steps_of(args, strategy, device, cards):
     """Parameters, and the time of each optimizer step."""
-    accumulation = 2 // cards
+    accumulation = args.cards // cards
     torch.manual_seed(0)
     with torch.device(device):
         model = memory.Model(args.layers, args.hidden, args.vocabulary, recompute=False)
@@ -62,10 +64,10 @@ def steps_of(args, strategy, device, cards):
 
 
 def work(args):
-    """On each rank: what rank 0 measures goes to FOLDER/scaling.json. While it works alone, the other's card idles."""
+    """On each rank: what rank 0 measures goes to FOLDER/scaling.json. While it works alone, the others' cards idle."""
     device, rank, found = memory.join(), int(os.environ["RANK"]), []
     dist.barrier()
-    for cards, strategy in ((1, Strategy.DDP), (2, Strategy.DDP), (2, Strategy.FULL_SHARD)):
+    for cards, strategy in ((1, Strategy.DDP), (args.cards, Strategy.DDP), (args.cards, Strategy.FULL_SHARD)):
         if rank < cards:
             count, took = steps_of(args, strategy, device, cards)
             found.append({"cards": cards, "strategy": strategy, "parameters": count, "steps_s": took})
@@ -89,13 +91,13 @@ def wait_for_file(path):
 def row_of(args, strategy, cards, found, alone_s):
     step_s = statistics.median(found["steps_s"])
     spread = f"{min(found['steps_s']):.4f} to {max(found['steps_s']):.4f}"
-    tokens = 2 * args.per_card * args.sequence
+    tokens = args.cards * args.per_card * args.sequence
     gain = alone_s / step_s
     row = ["1 card" if cards == 1 else f"{cards} cards, {strategy}", f"{step_s:.4f} ({spread})", f"{tokens / step_s:,.0f}", f"{gain:.2f}"]  # fmt: skip
     names = page.cards()
     card, speeds = (find_card(names[0]), link_gb_per_s(names[0], cards)) if names else (None, None)
     whole = Workload(
-        parameters=found["parameters"], per_card=args.per_card, sequence=args.sequence, accumulation=2 // cards,
+        parameters=found["parameters"], per_card=args.per_card, sequence=args.sequence, accumulation=args.cards // cards,
         layers=args.layers, hidden=args.hidden, vocabulary=args.vocabulary, recompute=False,
     )  # fmt: skip
     work = replace(whole, strategy=strategy)
@@ -142,8 +144,8 @@ def main() -> int:
     page.write(
         args.folder,
         "scaling",
-        "## One card and two, at one global batch",
-        page.machine() + f". {2 * args.per_card} x {args.sequence} tokens a step.",
+        f"## One card and {args.cards}, at one global batch",
+        page.machine() + f". {args.cards * args.per_card} x {args.sequence} tokens a step.",
         page.table(head, rows),
         f"not as planned: {', '.join(wrong)}" if wrong else "",
     )

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from runner.supervise import process
 from runner.supervise.logs import find_streams, read_tail
-from runner.supervise.recorder import Recorded, compare, read_dumps, tell_last
+from runner.supervise.recorder import Recorded, compare, missing, read_dumps, tell, tell_last
 from vramfarm.protocol import Env
 
 HANG_FILE: Final = "hang.json"  # who kills the attempt copies it to the logs, where triage reads it
@@ -50,14 +50,15 @@ def collect(scene: Scene) -> str:
     """Write down what can be seen; return it in a few words. What hangs is named in `hang.json`."""
     scene.folder.mkdir(parents=True, exist_ok=True)
     found = process.find(Env.ATTEMPT_ID, scene.attempt_id)[:_MAX_PROCESSES]
-    asked, asked_s = _ask_for_dumps(scene, found), time.monotonic()  # they come while the rest is looked at
+    pipes, asked_s = _pipes(scene), time.monotonic()
+    asked = _ask_for_dumps(pipes, found)  # they come while the rest is looked at
     had = ["processes"] if _write(scene.folder / "processes.txt", "\n".join(_tree(found))) else []
     for one in found:
         _write(scene.folder / f"proc-{one.pid}.txt", _of_proc(one.pid))
     had += _stacks(scene, [one.pid for one in found if not one.role])
     if text := _run("nvidia-smi", "-q"):
         had += ["nvidia-smi"] if _write(scene.folder / "nvidia-smi.txt", text) else []
-    recorded, told = _flight_recorder(scene, asked, asked_s + _DUMP_WAIT_S)
+    recorded, told = _flight_recorder(scene.logs, set(pipes), asked, asked_s + _DUMP_WAIT_S)
     if told:
         had += ["flight recorder"] if _write(scene.folder / "flight-recorder.txt", told) else []
     hang = _with(recorded, scene.hang)
@@ -177,22 +178,32 @@ def _write(path: Path, text: str) -> bool:
 # --------------------------------------------------------------------- NCCL's flight recorder
 
 
-def _ask_for_dumps(scene: Scene, found: Sequence[process.Process]) -> int:
+def _pipes(scene: Scene) -> dict[int, Path]:
+    """By rank: what is written into makes that rank dump."""
+    if not scene.pipes:
+        return {}
+    stem = Path(scene.pipes)
+    found = {path.stem.removeprefix(stem.name): path for path in stem.parent.glob(f"{stem.name}*.pipe")}
+    return {int(rank): path for rank, path in sorted(found.items()) if rank.isdecimal()}
+
+
+def _ask_for_dumps(pipes: Mapping[int, Path], found: Sequence[process.Process]) -> int:
     """How many ranks were asked; one that is stopped would not answer."""
     stopped = {_rank(one.pid) for one in found if _proc(one.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]}
-    stem = Path(scene.pipes)
-    pipes = sorted(stem.parent.glob(f"{stem.name}*.pipe")) if scene.pipes else []
-    return sum(_ask(pipe) for pipe in pipes if pipe.name not in {f"{stem.name}{rank}.pipe" for rank in stopped})
+    return sum(_ask(pipe) for rank, pipe in pipes.items() if rank not in stopped)
 
 
-def _flight_recorder(scene: Scene, asked: int, until_s: float) -> tuple[Recorded, str]:
+def _flight_recorder(logs: Path, ranks: Collection[int], asked: int, until_s: float) -> tuple[Recorded, str]:
     """What the dumps say of who waits for whom, and their last collectives; those who were asked are waited for."""
-    told = read_dumps(scene.logs)
+    told = read_dumps(logs)
     while len(told) < asked and time.monotonic() < until_s:
         time.sleep(0.1)
-        told |= {rank: entries for rank, entries in read_dumps(scene.logs).items() if rank not in told}
+        told |= {rank: entries for rank, entries in read_dumps(logs).items() if rank not in told}
+    recorded, silent = compare(told), set(ranks) - set(told)
+    if recorded == Recorded():
+        recorded = Recorded(behind=missing(told, ranks))
     lines = [f"rank {rank}: {tell_last(entries)}" for rank, entries in sorted(told.items())]
-    return compare(told), "\n".join(lines)
+    return recorded, "\n".join([*filter(None, [tell(recorded, told, silent)]), *lines])
 
 
 def _ask(pipe: Path) -> bool:

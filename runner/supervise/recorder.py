@@ -10,7 +10,7 @@ import io
 import pickle
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -90,6 +90,26 @@ def compare(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> Recorded:
             return Recorded(differ=differ)
     late = (_behind(by_rank) for by_rank in shared)
     return Recorded(behind=next((rank for rank in late if rank is not None), None))
+
+
+def missing(told: Mapping[int, Sequence[Mapping[str, Any]]], ranks: Collection[int]) -> int | None:
+    """The one rank that wrote nothing, where all others wait in their last collective: torch writes without Python."""
+    silent = sorted(set(ranks) - set(told))
+    wait = all(entries[-1].get("state") != "completed" for entries in told.values())
+    return silent[0] if len(silent) == 1 and told and wait else None
+
+
+def tell(recorded: Recorded, told: Mapping[int, Sequence[Mapping[str, Any]]], silent: Collection[int] = ()) -> str:
+    """Who did not come, and to what, in a line; empty where dumps say nothing of it."""
+    if recorded.differ:
+        return "; ".join(f"rank {rank} is in {what}" for rank, what in recorded.differ.items())
+    if recorded.behind is None:
+        return ""
+    others = [entries[-1] for rank, entries in told.items() if rank != recorded.behind]
+    last = max(others, key=_sequence)
+    place = f", in {last['place']}" if last.get("place") else ""
+    none = ", and wrote no dump" if recorded.behind in silent else ""
+    return f"rank {recorded.behind} did not come to collective {_sequence(last)}, {_operation(last)}{place}{none}"
 
 
 def _differ(by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> dict[int, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.facts import Decision
-from runner.supervise.recorder import Recorded, compare, read_dumps
+from runner.supervise.recorder import Recorded, compare, missing, read_dumps, tell
 from runner.supervise.triage import first_error
 
 LOGS = Path(__file__).parents[1] / "data" / "launched"
@@ -71,6 +71,35 @@ def test_dumps_of_real_ranks_that_hang_name_who_and_what(case, expected):
 
     assert {0, 1} == set(dumps)
     assert expected == compare(dumps)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("asleep", "rank 1 did not come to collective 74, all_reduce of [[4]], in main (failing.py:116)"),
+        (
+            "mismatch",
+            "rank 0 is in all_reduce of [[16777216]], in fault (failing.py:64); rank 1 is in all_gather, in fault (failing.py:62)",
+        ),
+    ],
+)
+def test_the_evidence_says_in_its_first_line_who_did_not_come(case, expected):
+    """
+    Whoever opens flight-recorder.txt at night need not compare numbers.
+    """
+    dumps = read_dumps(LOGS / "dumps" / case)
+
+    assert expected == tell(compare(dumps), dumps)
+
+
+def test_who_writes_no_dump_while_all_others_wait_is_named():
+    """
+    Torch dumps without Python: a rank that does not is stopped, or gone. Of two such ranks none is named.
+    """
+    dumps = {0: read_dumps(LOGS / "dumps" / "loader")[0]}
+
+    assert (1, None) == (missing(dumps, {0, 1}), missing(dumps, {0, 1, 2}))
+    assert tell(Recorded(behind=1), dumps, {1}).endswith(", and wrote no dump")
 
 
 def test_every_case_is_there():

@@ -245,7 +245,9 @@ def test_the_flight_recorder_is_asked_and_names_who_did_not_come(tmp_path, marke
 
     assert b"1\n" == os.read(reading, 9)
     assert 1 == json.loads((tmp_path / "evidence" / autopsy.HANG_FILE).read_text())["rank"]
-    assert "collective_seq_id=11" in (tmp_path / "evidence" / "flight-recorder.txt").read_text()
+    verdict, *ranks = (tmp_path / "evidence" / "flight-recorder.txt").read_text().splitlines()
+    assert "rank 1 did not come to collective 12, all_reduce of None" == verdict
+    assert ["collective_seq_id=12" in ranks[0], "collective_seq_id=11" in ranks[1]] == [True, True]
     os.close(reading)
 
 
