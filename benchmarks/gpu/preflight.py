@@ -30,8 +30,8 @@ FLOOR_GB_PER_S, VERDICT_S = 300, 60  # of two H100 or H200 on NVLink
 READINGS = {"topo": "topo -m", "p2p": "topo -p2p r", "query": "-q"}
 SLOW = "are slow|suspicious below"  # below the user's floor, or below one that is derived from the links
 FAULTS = {  # what the try ends with, and what the finding is to say
-    "rank 1 stops (SIGSTOP)": ({"rank": 1, "what": "stop", "where": "reduce"}, TrialEnding.SILENT, "hang"),
-    "rank 1 sleeps before it joins": ({"rank": 1, "what": "sleep", "where": "join"}, TrialEnding.SILENT, "hang"),
+    "rank 1 stops (SIGSTOP)": ({"rank": 1, "what": "stop", "where": "reduce"}, TrialEnding.SILENT, "no word for"),
+    "rank 1 sleeps before it joins": ({"rank": 1, "what": "sleep", "where": "join"}, TrialEnding.SILENT, "no word for"),
     "rank 1 is slow: late by 0.3 s at every sum": (
         {"rank": 1, "what": "slow", "where": "reduce"},
         TrialEnding.GOOD,
