@@ -490,7 +490,9 @@ class Observed:
     only_here: tuple[str, ...] = ()  # files of the run, beside its checkpoints, that no store has; a few of them
     deadline_at: datetime | None = None
     deadline_why: str = ""  # what sets it
-    last_save_s: float = 0.0  # staged to durable, measured in this run
+    last_save_s: float = (
+        0.0  # staged to durable, or what a script took to write its own and we to copy it; in this life
+    )
     last_upload_s: float = 0.0
 
 

@@ -70,6 +70,7 @@ class StoreView:
         self.ledger: tuple[Machine, ...] | None = None
         self.abilities: Mapping[str, Any] | None = None
         self.last_upload_s = 0.0
+        self.last_commit_s = 0.0  # a copy of what a framework saved
         self._known: dict[TaskKind, TaskState] = {}
 
     def learn(self, tasks: Mapping[TaskKind, TaskState]) -> None:
@@ -92,6 +93,8 @@ class StoreView:
         started = getattr(before, "started_at", None)
         if kind is TaskKind.UPLOAD and started:
             self.last_upload_s = (state.at - started).total_seconds()
+        if kind is TaskKind.COMMIT and started:
+            self.last_commit_s = (state.at - started).total_seconds()
         if "checkpoints" in state.result:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
         if kind is TaskKind.SURVEY:

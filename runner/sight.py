@@ -5,6 +5,7 @@ a framework saved, what its logs take. Looked at anew each turn; nothing is deci
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -236,6 +237,9 @@ class Saves:
         self._num_procs = num_procs
         self._looked_at = datetime.min.replace(tzinfo=UTC)
         self._candidate, self._ready = "", ""
+        self._writing: Save | None = None  # the newest save, whole or not, and when it began to be written
+        self._began_s = 0.0
+        self.write_s = 0.0  # that the last whole one took, to the next look
 
     def ready(self, now: datetime, attempt: Attempt, live: Live | None) -> str:
         """The newest complete save of the attempt: the same in two looks, and no process that could write to it."""
@@ -245,14 +249,27 @@ class Saves:
         newest = self._newest(attempt)
         before, self._candidate = self._candidate, newest.id if newest else ""
         if newest and (live is None or (before == newest.id and not _is_written(live, newest))):
+            if self._ready != newest.id and self._writing and self._writing.name == newest.name:
+                self.write_s = max(newest.stamp * _NS - self._began_s, 0.0) + _LOOK_AT_SAVES_EVERY.total_seconds()
+                self._writing = None
             self._ready = newest.id
         return self._ready
 
     def _newest(self, attempt: Attempt) -> Save | None:
         launched_ns = attempt.launched_at.timestamp() / _NS
         saves = self._framework.saves(self._folder, self._num_procs)
-        own = [save for save in saves if save.complete and save.stamp >= launched_ns]
-        return max(own, key=lambda save: save.stamp, default=None)
+        own = [save for save in saves if save.stamp >= launched_ns]
+        self._watch(max(own, key=lambda save: save.stamp, default=None))
+        return max((save for save in own if save.complete), key=lambda save: save.stamp, default=None)
+
+    def _watch(self, newest: Save | None) -> None:
+        """When the one that is being written was first seen; in a folder of its own, when its first file was whole."""
+        if newest is None or newest.id == self._ready or (self._writing and self._writing.name == newest.name):
+            return
+        first = self._looked_at.timestamp()
+        if newest.root != self._folder:
+            first = min(first, min((_modified_s(newest.root / name) for name in newest.files), default=first))
+        self._writing, self._began_s = newest, first
 
     def put_aside(self, attempt: Attempt) -> None:
         """
@@ -260,6 +277,7 @@ class Saves:
         a framework that looks for the highest number would take it, or keep it and delete newer ones.
         """
         self._candidate = self._ready = ""
+        self._writing = None
         if self._framework.uses_library:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -275,6 +293,14 @@ class Saves:
         for path in inside if save.root == self._folder else {save.root}:
             with suppress(OSError):
                 path.rename(aside / path.name)
+
+
+def _modified_s(path: Path) -> float:
+    """Later than anything where it is gone."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def _is_written(live: Live, save: Save) -> bool:

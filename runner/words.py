@@ -13,6 +13,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any
 
+from runner.adapters.frameworks import get_framework
 from runner.facts import (
     Attempt,
     Earlier,
@@ -58,7 +59,7 @@ from runner.policy.actions import (
     TrimLogs,
     Wait,
 )
-from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, time_between_failures
+from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_interval, time_between_failures
 from runner.policy.finish import tell_draining
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
@@ -434,6 +435,7 @@ class Surroundings:
 def status(job: Job, history: History, seen: Observed, around: Surroundings, message: str) -> dict[str, Any]:
     """What `status --json` prints, and what `<run>/status.json` holds."""
     outcome = history.conclusion.outcome if history.conclusion else None
+    every = observed_interval(seen.local, history.attempts)
     return {
         "job": job.name,
         "phase": phase(history, seen),
@@ -468,6 +470,8 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "message": message,
         "run_dir": around.run_dir,
         "runner_pid": around.runner_pid,
+        "save_took_s": seen.last_save_s or None,
+        "saves_every_s": every.total_seconds() if every else None,
         "updated_at": seen.now.isoformat(),
     }
 
@@ -580,14 +584,15 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
         missed = f"what does not fit stays in {job.finish.save_folder}, which the provider keeps"
     else:
         missed = "what does not fit stays on this disk"
+    who = "" if get_framework(job).uses_library else " (where the script makes one at SIGTERM)"
     if job.offload.to is None:
-        return f"the end takes a last save, no copy; {kept} is kept for it before the limit"
+        return f"the end takes a last save{who}, no copy; {kept} is kept for it before the limit"
     if not seen.last_upload_s or not seen.local:
-        return f"the end takes a last save and its upload, which are timed with the first; {kept} is kept for them before the limit; {missed}"
+        return f"the end takes a last save{who} and its upload, which are timed with the first; {kept} is kept for them before the limit; {missed}"
     seconds, largest = seen.last_save_s + seen.last_upload_s, max(c.size_bytes for c in seen.local)
     price = Decimal(server.price_per_hour) * Decimal(seconds) / 3600 if server and server.price_per_hour else None
     money = "" if price is None or server is None else f", {price:.2f} {server.currency}"
-    took = f"a save {span(seen.last_save_s)}, the upload of {size(largest)} {span(seen.last_upload_s)}"
+    took = f"a save{who} {span(seen.last_save_s)}, the upload of {size(largest)} {span(seen.last_upload_s)}"
     return f"the end takes about {span(seconds)}{money}: {took}; {kept} is kept for it before the limit; {missed}"
 
 
@@ -671,14 +676,22 @@ def tell_cadence(job: Job, history: History, seen: Observed) -> str:
         return ""
     measured = time_between_failures(history, seen.now)
     between = measured or MEAN_TIME[Rental.ON_DEMAND]
-    now = job.checkpoint.save_interval
+    now, key = job.checkpoint.save_interval, "checkpoint.save_interval:"
+    if not get_framework(job).uses_library:
+        observed = observed_interval((*seen.local, *(seen.offsite or ())), history.attempts)
+        if observed is None:
+            return ""
+        now, key = (
+            timedelta(seconds=round(observed.total_seconds())),
+            "the script (save_steps or the like) may save every",
+        )
     found = decide_cadence(now, seen.last_save_s, seen.last_upload_s, between)
     if not found.matters:
         return ""
     upload = f", an upload {span(seen.last_upload_s)}" if seen.last_upload_s else ""
     basis = "as seen in this run" if measured else "assumed"
     return (
-        f"checkpoint.save_interval: {format_duration(found.interval)} instead of {format_duration(now)}: {found.why} "
+        f"{key} {format_duration(found.interval)} instead of {format_duration(now)}: {found.why} "
         f"(a save takes {max(seen.last_save_s, 0.1):.1f}s{upload}; a failure every {span(between.total_seconds())}, {basis})"
     )
 

@@ -119,6 +119,7 @@ class RealWorld:
         )
         self._set_up = self._is_set_up()
         self._staged = is_staged([item.to for item in self._job.data], folder.root, setting.data_digest)
+        self._last_save_s = 0.0
         self._only_here: tuple[str, ...] | None = None
         self._saved: tuple[Path, ...] = ()
         self.checkpoints.root.mkdir(parents=True, exist_ok=True)
@@ -192,15 +193,23 @@ class RealWorld:
             ledger=self._store.ledger,
             deadline_at=deadline_at,
             deadline_why=deadline_why,
+            last_save_s=self._last_save_s,
             last_upload_s=self._store.last_upload_s,
         )
         if history.attempts and history.attempts[-1].ending is None:
             self._only_here = None
             seen = self._sight.look(seen, history.attempts[-1])
-            return replace(seen, ready=self._saves.ready(now, history.attempts[-1], seen.live))
+            ready = self._saves.ready(now, history.attempts[-1], seen.live)
+            return replace(seen, ready=ready, last_save_s=self._time_of_a_save(seen.last_save_s))
         seen = replace(seen, only_here=self._find_only_here(opened, tasks.get(TaskKind.OUTPUTS)))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
         return seen
+
+    def _time_of_a_save(self, of_library_s: float) -> float:
+        """As the last one had it, which may be of an attempt before: the page that says it goes with its attempt."""
+        written_s = self._saves.write_s
+        self._last_save_s = of_library_s or (written_s and written_s + self._store.last_commit_s) or self._last_save_s
+        return self._last_save_s
 
     def _tell_deadline(self, history: History, opened: datetime) -> tuple[datetime, str]:
         setting = self._setting

@@ -370,6 +370,27 @@ def test_the_summary_advises_another_cadence_only_where_it_matters():
     assert "" == tell_cadence(JOB, History(), replace(seen, last_upload_s=60.0))
 
 
+def test_a_script_that_saves_for_itself_is_advised_by_what_it_does():
+    """
+    `checkpoint.save_interval` does not govern it; before two saves were seen nothing is said.
+    """
+    job = Job.model_validate(JOB.model_dump(mode="json", by_alias=True) | SCRIPT)
+    saves = tuple(
+        replace(checkpoint(Ref(1, n, 1, f"{n:08x}")), written_at=NOW + timedelta(minutes=5 * n)) for n in (1, 2)
+    )
+    seen = replace(SEEN, last_save_s=7.0, last_upload_s=3600.0, local=saves)
+    attempt = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=NOW)
+    history = History(attempts=(attempt,))
+
+    told = tell_cadence(job, history, seen)
+
+    assert told.startswith(
+        "the script (save_steps or the like) may save every 1h instead of 5m: an upload takes so long"
+    )
+    assert "" == tell_cadence(job, History(), seen)
+    assert 300.0 == status(job, history, seen, AROUND, "")["saves_every_s"]
+
+
 def test_the_end_is_said_before_it_comes_and_what_sets_it():
     """
     An hour and a quarter of an hour before, once each.
@@ -418,11 +439,14 @@ def test_the_status_counts_all_machines():
     )
 
 
+SCRIPT = {"framework": "torch_save", "command": "train.py {resume_args}"}
+
+
 @pytest.mark.parametrize(
     ("change", "measured", "server", "said"),
     [
         pytest.param(
-            {}, False, SERVER, "timed with the first; 30s is kept for them before the limit", id="at the start"
+            {}, False, SERVER, "timed with the first; 1m 20s is kept for them before the limit", id="at the start"
         ),
         pytest.param(
             {}, True, SERVER, "takes about 2m 10s, 1.13 EUR: a save 10s, the upload of 12.4 GB 2m 00s", id="measured"
@@ -434,6 +458,9 @@ def test_the_status_counts_all_machines():
             {"limits": {"on_limit": "stop_anyway"}}, True, SERVER, "what does not fit is lost", id="stop anyway"
         ),
         pytest.param({"offload": {}}, False, SERVER, "takes a last save, no copy", id="no store"),
+        pytest.param(
+            SCRIPT, True, SERVER, "a save (where the script makes one at SIGTERM) 10s, the upload", id="a script's own"
+        ),
     ],
 )
 def test_what_the_end_will_take_is_said(change, measured, server, said):

@@ -10,6 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
+from runner.adapters.frameworks import get_framework
 from runner.adapters.providers import vramfarm, with_secrets
 from runner.adapters.providers.http import make_send
 from runner.cli.load import LoadedJob
@@ -21,6 +22,7 @@ from runner.job import Batch, format_duration
 from runner.policy.batch import Split, Uneven, split_batch
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence
 from runner.policy.fleet import CardKind, advise, find_card, holders, link_gb_per_s, usual_offers
+from runner.policy.limits import save_s_of, time_for_end
 from runner.policy.money import VRAMFARM, billed
 from runner.policy.planning import (
     CONTEXT_BYTES,
@@ -73,6 +75,7 @@ def estimate(asked: Asked) -> dict[str, Any]:
     """All of it but what `run` would do."""
     status = _status(asked.loaded)
     answer = {**_of_model(asked), **_of_batch(asked), "cadence": _cadence(asked, status)}
+    answer["end"] = _end(asked, status, answer.get("checkpoint_bytes", 0))
     return answer | {"measured": _measured(status, answer.get("cost_per_hour"))}
 
 
@@ -232,22 +235,46 @@ def _of_batch(asked: Asked) -> dict[str, Any]:
 
 def _cadence(asked: Asked, status: Mapping[str, Any]) -> dict[str, Any] | None:
     """None before a save was measured, or told."""
-    save_s = asked.save_s or _number(status.get("last_save_s"))
+    save_s = asked.save_s or _save_s(status)
     upload_s = asked.upload_s or _number(status.get("last_upload_s"))
-    if not save_s:
+    governs = asked.loaded is None or get_framework(asked.loaded.job).uses_library
+    every_s = 0.0 if governs else _number(status.get("saves_every_s"))
+    if not save_s or not (governs or every_s):
         return None
     between = asked.between_failures or MEAN_TIME[asked.rental]
     now = asked.loaded.job.checkpoint.save_interval if asked.loaded else timedelta(minutes=30)
+    now = timedelta(seconds=round(every_s)) if every_s else now
     found = decide_cadence(now, save_s, upload_s, between)
     return {
         "save_interval": format_duration(found.interval),
         "now": format_duration(now),
         "why": found.why,
         "matters": found.matters,
+        "by_script": not governs,
         "save_s": save_s,
         "upload_s": upload_s or None,
         "between_failures_s": between.total_seconds(),
         "assumed": asked.between_failures is None,
+    }
+
+
+def _save_s(status: Mapping[str, Any]) -> float:
+    return _number(status.get("last_save_s")) or _number(status.get("save_took_s"))
+
+
+def _end(asked: Asked, status: Mapping[str, Any], checkpoint_bytes: int) -> dict[str, Any] | None:
+    """How long before a limit it is asked to save and leave; None where there is no job, or nothing to go by."""
+    timed_s, upload_s = asked.save_s or _save_s(status), asked.upload_s or _number(status.get("last_upload_s"))
+    save_s = timed_s or save_s_of(checkpoint_bytes)
+    if asked.loaded is None or not save_s:
+        return None
+    kept, whole = time_for_end(save_s, upload_s), asked.loaded.job.limits.max_duration
+    return {
+        "kept_s": min(kept, whole / 4 if whole else kept).total_seconds(),
+        "save_s": save_s,
+        "upload_s": upload_s or None,
+        "assumed": not timed_s,
+        "by_script": not get_framework(asked.loaded.job).uses_library,
     }
 
 

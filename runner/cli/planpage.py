@@ -36,6 +36,8 @@ def page(answer: Answer) -> Iterator[str]:
         yield from _row("measured", _measured(measured))
     if cadence := answer["cadence"]:
         yield from _row("cadence", _cadence(cadence))
+    if end := answer["end"]:
+        yield from _row("end", _end(end))
     if answer["model"] is not None:
         yield from _machines(answer)
     yield from _rows("advice", answer["advice"])
@@ -193,7 +195,16 @@ def _cadence(cadence: Answer) -> str:
     upload = f", an upload {span(cadence['upload_s'])}" if cadence["upload_s"] else ""
     between = f"a failure every {span(cadence['between_failures_s'])}{', assumed' if cadence['assumed'] else ''}"
     worth = "" if cadence["matters"] else "; the difference hardly matters"
+    who = "let the script " if cadence["by_script"] else ""
     return (
-        f"save every {cadence['save_interval']} (now {cadence['now']}): {cadence['why']}; "
+        f"{who}save every {cadence['save_interval']} (now {cadence['now']}): {cadence['why']}; "
         f"a save takes {cadence['save_s']:.1f}s{upload}, {between}{worth}"
     )
+
+
+def _end(end: Answer) -> str:
+    who = "the script is" if end["by_script"] else "it is"
+    upload = f" and an upload of {span(end['upload_s'])}" if end["upload_s"] else ""
+    took = f"a save of {_short(end['save_s'])}{' (by its size, until one was timed)' if end['assumed'] else ''}{upload}"
+    only = "; one that makes none at SIGTERM loses the steps since its last save" if end["by_script"] else ""
+    return f"{who} asked to save and leave {span(end['kept_s'])} before a limit: half a minute, and twice {took}{only}"

@@ -101,7 +101,8 @@ class Eye:
                 for c in status.get("checkpoints", ())
                 if c.get("verified") and c["id"] not in brought
             ),
-            save_s=self._page.reader.page[Word.SAVE_NS] * _NS if self._page.reader else 0.0,
+            save_s=(self._page.reader.page[Word.SAVE_NS] * _NS if self._page.reader else 0.0)
+            or float(status.get("save_took_s") or 0.0),
             save_error=progress.save_error if progress and progress.num_failed else "",
             upload_s=float(status.get("last_upload_s") or 0.0),
             free_bytes=shutil.disk_usage(self._root).free,

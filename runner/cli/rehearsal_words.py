@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from decimal import Decimal
 from typing import Any, Final, assert_never
 
-from runner.facts import Checkpoint, History, Observed, Server
+from runner.adapters.frameworks import get_framework
+from runner.facts import Attempt, Checkpoint, History, Observed, Server
 from runner.job import Job
 from runner.policy.limits import ends
 from runner.policy.money import billed, tariff_of
@@ -98,25 +100,28 @@ def night(  # noqa: PLR0913  # called once, all by name
     *,
     now: datetime,
     server: Server | None,
-    newest: Checkpoint | None,
+    local: tuple[Checkpoint, ...],
     save_s: float,
     upload_s: float,
+    every_s: float,
+    attempts: tuple[Attempt, ...],
 ) -> Iterator[str]:
     """The figures of the night, from those of the rehearsal."""
-    interval_s = job.checkpoint.save_interval.total_seconds()
-    if (costs := crash_costs_s(interval_s, results)) is not None:
-        yield f"a crash costs at most {span(costs)}: what was trained since the last save, that save, and the way back"
+    governs = get_framework(job).uses_library
+    if (costs := crash_costs_s(every_s, results)) is not None:
+        seldom = "" if governs else f" (the script saves every {span(every_s)}, as seen here)"
+        yield f"a crash costs at most {span(costs)}: what was trained since the last save{seldom}, that save, and the way back"
     at, why = min(ends(job.limits, now, server))
     seen = Observed(
         now=now,
         boot_id="",
         life="",
-        local=(newest,) if newest else (),
+        local=local,
         last_save_s=save_s,
         last_upload_s=upload_s,
         deadline_at=at,
     )
-    history = History(opened_at=now)
+    history = History(opened_at=now, attempts=tuple(replace(attempt, ending=None) for attempt in attempts))
     yield tell_end(job, history, seen, server)
     left_s = (at - now).total_seconds()
     price = Decimal(server.price_per_hour) if server and server.price_per_hour else None

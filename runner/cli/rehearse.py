@@ -37,7 +37,7 @@ from runner.cli.rehearsal_words import describe, night
 from runner.cli.rental import as_told, ask, doubt, rented
 from runner.cli.runs import is_alive
 from runner.errors import JobError, LockedError, MachineError, StoreError
-from runner.facts import Checkpoint, Server
+from runner.facts import Attempt, Checkpoint, Server
 from runner.job import AtEnd, FinishPolicy, Job, Limits, OnLimit, ProviderName, ProviderPolicy
 from runner.policy.rehearsal import (
     Check,
@@ -50,6 +50,7 @@ from runner.policy.rehearsal import (
     decide,
     exit_code,
     missing,
+    saves_every_s,
     verdict,
 )
 from runner.supervise import page as pages
@@ -163,7 +164,9 @@ class _Rehearsal:
         self._place: Place | None = None
         self._results: list[Result] = []
         self._server: Server | None = None
-        self._newest: Checkpoint | None = None
+        self._local: tuple[Checkpoint, ...] = ()
+        self._attempts: tuple[Attempt, ...] = ()
+        self._every_s = loaded.job.checkpoint.save_interval.total_seconds()
         self._save_s = self._upload_s = 0.0
 
     def play(self, root: Path) -> None:
@@ -200,9 +203,11 @@ class _Rehearsal:
             ordered,
             now=datetime.now(UTC),
             server=self._server,
-            newest=self._newest,
+            local=self._local,
             save_s=self._save_s,
             upload_s=self._upload_s,
+            every_s=self._every_s,
+            attempts=self._attempts,
         )]  # fmt: skip
         for line in figures:
             self._say(f"{'night':<8} {line}")
@@ -358,7 +363,7 @@ class _Rehearsal:
         eye, notes = Eye(self._job, child), Notes()
         while True:
             seen = eye.look()
-            self._learn(seen)
+            self._learn(scene, seen)
             act = decide(scene, notes, seen)
             if act is Deed.END:
                 break
@@ -383,8 +388,9 @@ class _Rehearsal:
             case _:
                 return notes
 
-    def _learn(self, seen: Seen) -> None:
-        self._newest = max(seen.local, key=lambda checkpoint: checkpoint.ref, default=self._newest)
+    def _learn(self, scene: Scene, seen: Seen) -> None:
+        self._local, self._attempts = seen.local or self._local, seen.attempts
+        self._every_s = saves_every_s(scene, seen)
         self._save_s = seen.save_s or self._save_s
         self._upload_s = seen.upload_s or self._upload_s
 

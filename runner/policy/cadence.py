@@ -10,12 +10,15 @@ cost of a save is taken to be its whole duration: training hardly notices, the d
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from itertools import pairwise
 from typing import Final
 
-from runner.facts import Ending, History
+from runner.facts import Attempt, Checkpoint, Ending, History
 
 
 class Rental(StrEnum):
@@ -71,6 +74,22 @@ def decide_cadence(now: timedelta, save_s: float, upload_s: float, between_failu
 def _overhead(interval: timedelta, save_s: float, between_failures: timedelta) -> float:
     """The share of the time that goes into saving, and into training again what a failure took."""
     return save_s / interval.total_seconds() + interval / (2 * between_failures)
+
+
+def observed_interval(checkpoints: Iterable[Checkpoint], attempts: Iterable[Attempt]) -> timedelta | None:
+    """
+    The longest time between two saves of one attempt; where no attempt made two, from its first step to its save.
+
+    What a script that saves for itself does: `checkpoint.save_interval` does not govern it.
+    """
+    begun = {attempt.number: attempt.first_step_at or attempt.launched_at for attempt in attempts}
+    saved: dict[int, list[datetime]] = defaultdict(list)
+    for checkpoint in checkpoints:
+        if checkpoint.ref.attempt in begun:
+            saved[checkpoint.ref.attempt].append(checkpoint.written_at)
+    gaps = [later - sooner for times in saved.values() for sooner, later in pairwise(sorted(times))]
+    gaps = gaps or [min(times) - begun[number] for number, times in saved.items()]
+    return max((gap for gap in gaps if gap > timedelta()), default=None)
 
 
 def time_between_failures(history: History, now: datetime) -> timedelta | None:

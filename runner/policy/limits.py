@@ -16,6 +16,7 @@ _RENTAL_MARGIN = timedelta(minutes=5)
 _WORTH_IT = timedelta(minutes=1)  # less is no reason to pay for a machine's first quarter of an hour
 # to see for a minute that the machine before does not live, to begin, to save, and to tell the store of the end
 WORTH_RENTING = timedelta(minutes=3)
+ASSUMED_RATE = 500_000_000  # bytes a second, of a script that writes with torch.save to a disk that is not slow
 _TELLS_EVERY = timedelta(minutes=2)
 _NOTHING = Earlier()
 
@@ -109,12 +110,23 @@ def limit_at(history: History, seen: Observed) -> datetime | None:
     return seen.deadline_at - reserve(history, seen)
 
 
+def time_for_end(save_s: float, upload_s: float) -> timedelta:
+    """Twice what the last save and its upload are known to take, and half a minute."""
+    return timedelta(seconds=2 * (save_s + upload_s)) + _LEAST
+
+
+def save_s_of(size_bytes: int) -> float:
+    """How long a save of this size takes where none was timed."""
+    return size_bytes / ASSUMED_RATE
+
+
 def reserve(history: History, seen: Observed) -> timedelta:
     """
-    Time kept for the last save and its upload: twice what they took in this run, and half a
-    minute; never more than a quarter of the whole time, so that a short limit still trains.
+    Time kept for the last save and its upload, but never more than a quarter of the whole time,
+    so that a short limit still trains. A save that was not timed yet is judged by the checkpoints here.
     """
-    wanted = timedelta(seconds=2 * (seen.last_save_s + seen.last_upload_s)) + _LEAST
+    largest = max((checkpoint.size_bytes for checkpoint in seen.local), default=0)
+    wanted = time_for_end(seen.last_save_s or save_s_of(largest), seen.last_upload_s)
     if seen.deadline_at is None or history.opened_at is None:
         return wanted
     return min(wanted, max(seen.deadline_at - history.opened_at, timedelta()) / 4)

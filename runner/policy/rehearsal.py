@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Final
 
 from runner.facts import Attempt, Checkpoint, Decision, Ending
+from runner.policy.cadence import observed_interval
 from vramfarm.protocol import Ref
 
 
@@ -314,22 +315,30 @@ def _store(scene: Scene, seen: Seen) -> Result | None:
         return Result(check=Check.STORE, mark=Mark.FAILED, problem=seen.store_error, cure=seen.hint, code=STORE)
     if not seen.offsite or not seen.upload_s:
         return None
-    return _judge_upload(scene, max(c.size_bytes for c in seen.local), max(seen.offsite).step, seen.upload_s)
+    return _judge_upload(scene, seen, max(c.size_bytes for c in seen.local))
 
 
-def _judge_upload(scene: Scene, size_bytes: int, step: int, upload_s: float) -> Result:
+def saves_every_s(scene: Scene, seen: Seen) -> float:
+    """Of a script that saves for itself, as it was seen: `checkpoint.save_interval` does not govern it."""
+    observed = None if scene.uses_library else observed_interval(seen.local, seen.attempts)
+    return observed.total_seconds() if observed else scene.save_interval_s
+
+
+def _judge_upload(scene: Scene, seen: Seen, size_bytes: int) -> Result:
+    step, upload_s, interval_s = max(seen.offsite).step, seen.upload_s, saves_every_s(scene, seen)
     figures = {
         "step": step,
         "size_bytes": size_bytes,
         "seconds": upload_s,
         "bytes_per_s": size_bytes / upload_s,
-        "needed_bytes_per_s": size_bytes / scene.save_interval_s,
-        "save_interval_s": scene.save_interval_s,
+        "needed_bytes_per_s": size_bytes / interval_s,
+        "save_interval_s": interval_s,
     }
-    if upload_s <= scene.save_interval_s:
+    if upload_s <= interval_s:
         return Result(check=Check.STORE, mark=Mark.OK, figures=figures)
     problem = "an upload takes longer than the time between saves: some never get into the store"
-    cure = f"checkpoint.save_interval: {-int(-upload_s // 60)}m"
+    minutes = -int(-upload_s // 60)
+    cure = f"checkpoint.save_interval: {minutes}m" if scene.uses_library else f"let the script save every {minutes}m"
     return Result(check=Check.STORE, mark=Mark.WARN, figures=figures, problem=problem, cure=cure)
 
 
@@ -431,12 +440,12 @@ def verdict(results: Sequence[Result]) -> str:
     return "ready for the night" + (f", as far as it was rehearsed; not made: {', '.join(left)}" if left else "")
 
 
-def crash_costs_s(save_interval_s: float, results: Sequence[Result]) -> float | None:
+def crash_costs_s(interval_s: float, results: Sequence[Result]) -> float | None:
     """The most that a crash costs: training since the newest durable checkpoint, and the way back to it."""
     took = {result.check: result.figures for result in results if result.mark in {Mark.OK, Mark.WARN}}
     if Check.CRASH not in took or Check.SAVE not in took:
         return None
-    return save_interval_s + float(took[Check.SAVE]["seconds"] or 0) + float(took[Check.CRASH]["seconds"])
+    return interval_s + float(took[Check.SAVE]["seconds"] or 0) + float(took[Check.CRASH]["seconds"])
 
 
 def missing(results: Sequence[Result]) -> Iterator[Check]:

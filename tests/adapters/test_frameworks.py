@@ -3,13 +3,16 @@ import os
 import pickle
 import struct
 import zipfile
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from runner.adapters.frameworks import FRAMEWORKS, get_framework, resume_args
 from runner.cli.planned import check_framework
 from runner.errors import JobError
+from runner.facts import Attempt, Live
 from runner.job import FrameworkName, Job
+from runner.sight import Saves
 
 HF = FRAMEWORKS[FrameworkName.HF_TRAINER]
 
@@ -303,3 +306,64 @@ def test_a_framework_without_an_adapter_is_refused():
     """
     with pytest.raises(JobError, match="framework: torchtune is not supported yet, expected one of auto, vramfarm"):
         get_framework(Job.model_validate({"command": "x", "framework": "torchtune"}))
+
+
+NOW = datetime.now(UTC)
+ATTEMPT = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=NOW - timedelta(hours=1))
+NOBODY = Live(attempt_id="a", trainers=(), savers=())
+
+
+def seen_writing(name, folder, *looks):
+    """Seconds that a save is taken for; each look is (seconds from now, what is done before it)."""
+    fields = {"framework": name, "command": "train.py {resume_args}", "checkpoint": {"watch": str(folder)}}
+    saves = Saves(Job.model_validate(fields), 2)
+    for at_s, do in looks:
+        do()
+        saves.ready(NOW + timedelta(seconds=at_s), ATTEMPT, NOBODY)
+    return saves.write_s
+
+
+def nothing():
+    """Between two looks."""
+
+
+def dated(path, at_s):
+    """When it was last written to."""
+    os.utime(path, (NOW.timestamp() + at_s,) * 2)
+
+
+def test_a_file_is_timed_from_the_look_that_first_saw_it(tmp_path):
+    """
+    To its last write, and the two seconds between looks; the next one anew, under the same name, too.
+    """
+
+    def begin():
+        (tmp_path / "last.pt").write_bytes(b"PK")
+        dated(tmp_path / "last.pt", 1)
+
+    def end(at_s):
+        def write():
+            write_torch(tmp_path / "last.pt")
+            dated(tmp_path / "last.pt", at_s)
+
+        return write
+
+    once = [(2, begin), (12, end(10)), (14, nothing)]
+    again = [(100, end(99)), (104, nothing)]
+
+    assert 10 == pytest.approx(seen_writing("torch_save", tmp_path, *once), abs=0.01)
+    assert 2 == seen_writing("torch_save", tmp_path, *once, *again)
+    assert 0 == seen_writing("torch_save", tmp_path, (200, nothing))
+
+
+def test_a_folder_is_timed_from_its_first_file_on(checkpoint):
+    """
+    The Trainer gives it its name when it is whole already.
+    """
+    for at_s, path in enumerate(sorted(checkpoint.iterdir())):
+        dated(path, at_s)
+    took = len(list(checkpoint.iterdir())) - 1
+
+    found = seen_writing("hf_trainer", checkpoint.parent, (20, nothing), (22, nothing))
+
+    assert took + 2 == pytest.approx(found, abs=0.01)

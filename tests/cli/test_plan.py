@@ -202,6 +202,24 @@ def test_a_run_that_has_been_going_says_what_it_measured(answer, job, tmp_path):
     assert (None, None) == (odd["measured"], odd["cadence"])
 
 
+@pytest.mark.parametrize(
+    ("options", "fields", "expected"),
+    [
+        (("--save-time", "8s", "--upload-time", "3m"), {}, (406.0, 8.0, False, False)),
+        ((), {}, (478.0, 224.0, True, False)),
+        ((), {"framework": "hf_trainer", "command": "train.py {resume_args}"}, (478.0, 224.0, True, True)),
+        ((), {"limits": {"max_duration": "10m"}}, (150.0, 224.0, True, False)),
+    ],
+)
+def test_how_long_before_a_limit_it_is_asked_to_leave_is_said(answer, job, options, fields, expected):
+    """
+    Twice a save and its upload, and half a minute; by the size of a checkpoint until one was timed; at most a quarter of the time.
+    """
+    end = answer("--config", job(model={"parameters": 8e9}, **fields), *options)["end"]
+
+    assert expected == (round(end["kept_s"], 2), round(end["save_s"], 2), end["assumed"], end["by_script"])
+
+
 def test_on_a_machine_with_cards_they_are_what_is_planned_for(answer, tmp_path, monkeypatch):
     """
     Four A100, of the smaller kind: the driver knows how much memory they have.

@@ -1,13 +1,22 @@
 """How often to save: between what saving costs and what a failure does."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.facts import Attempt, Ending, History
-from runner.policy.cadence import MEAN_TIME, Rental, advise_interval, decide_cadence, time_between_failures
+from runner.facts import Attempt, Checkpoint, Ending, History
+from runner.policy.cadence import (
+    MEAN_TIME,
+    Rental,
+    advise_interval,
+    decide_cadence,
+    observed_interval,
+    time_between_failures,
+)
+from vramfarm.protocol import Ref
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 WEEK = MEAN_TIME[Rental.ON_DEMAND]
@@ -95,3 +104,46 @@ def test_time_between_failures_is_measured_once_there_are_two():
     twice = history(Ending.FAILED, Ending.INTERRUPTED, Ending.FAILED)
 
     assert (None, minutes(90)) == (time_between_failures(once, NOW), time_between_failures(twice, NOW))
+
+
+def saves(*times):
+    """(attempt, minutes after it was launched) of each."""
+    return tuple(
+        Checkpoint(
+            ref=Ref(1, n, attempt, f"{n:08x}"),
+            size_bytes=1,
+            world_size=2,
+            written_at=NOW - timedelta(hours=attempt) + minutes(after),
+        )
+        for n, (attempt, after) in enumerate(times)
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        pytest.param((), None, id="nothing was saved"),
+        pytest.param(((1, 12),), 12, id="one: from the launch on"),
+        pytest.param(((1, 12), (1, 20), (1, 30)), 10, id="the longest between two"),
+        pytest.param(((1, 12), (2, 20), (2, 25)), 5, id="of one attempt"),
+        pytest.param(((1, 12), (2, 20)), 20, id="two attempts, each saved once"),
+        pytest.param(((0, 5),), None, id="a copy of another run's"),
+    ],
+)
+def test_how_often_a_script_saves_is_seen(saved, expected):
+    """
+    `checkpoint.save_interval` does not govern a script that saves for itself.
+    """
+    attempts = history(Ending.FAILED, Ending.FAILED).attempts
+
+    assert (None if expected is None else minutes(expected)) == observed_interval(saves(*saved), attempts)
+
+
+def test_a_script_is_timed_from_its_first_step_on():
+    """
+    Not from its launch: it loads a model first.
+    """
+    (attempt,) = history(Ending.FAILED).attempts
+    attempt = replace(attempt, first_step_at=attempt.launched_at + minutes(4))
+
+    assert minutes(8) == observed_interval(saves((1, 12)), [attempt])

@@ -1,7 +1,7 @@
 """Which check of a rehearsal is next, and what it came to: tables of what was seen."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,7 @@ from runner.policy.rehearsal import (
     decide,
     exit_code,
     missing,
+    saves_every_s,
     stall_s,
     verdict,
 )
@@ -289,6 +290,25 @@ def test_the_verdict_names_what_is_not_ready_and_has_its_code():
     assert (3, "not ready: notify, store") == (exit_code(bad), verdict(bad))
     assert "ready for the night, as far as it was rehearsed; not made: store" == verdict([left])
     assert {*Check} - {Check.STORE} == {*missing([left])}
+
+
+def test_of_a_script_that_saves_for_itself_counts_how_often_it_was_seen_to():
+    """
+    Its upload is compared with that, and a crash costs that.
+    """
+    later = replace(saved(20), written_at=AT + timedelta(minutes=4))
+    seen = replace(SAVED, local=(saved(10), later), offsite=(later.ref,), upload_s=300.0)
+
+    found = decide(FRAMEWORK, after(Check.PREFLIGHT, Check.FIRST_STEP, Check.SAVE), seen)
+    governed = decide(SCENE, after(Check.PREFLIGHT, Check.FIRST_STEP, Check.SAVE), seen)
+
+    assert (240.0, Mark.WARN, "let the script save every 5m") == (
+        saves_every_s(FRAMEWORK, seen),
+        found.mark,
+        found.cure,
+    )
+    assert (1800.0, Mark.OK) == (saves_every_s(SCENE, seen), governed.mark)
+    assert 1800.0 == saves_every_s(FRAMEWORK, replace(seen, local=()))
 
 
 def test_a_crash_costs_the_time_between_saves_a_save_and_the_way_back():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.facts import History, Observed, Server
+from runner.facts import Checkpoint, History, Observed, Server
 from runner.job import Limits
 from runner.policy.limits import deadline, limit_at, next_time, reserve
 from runner.policy.resume import Fetch, From, plan_resume
@@ -108,6 +108,29 @@ def test_next_time(text, expected):
     A clock time is the next one there.
     """
     assert expected == next_time(text, datetime(2026, 3, 27, 12, tzinfo=UTC))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "save_s", "expected"),
+    [
+        pytest.param((), 0.0, 30, id="nothing is known"),
+        pytest.param((10**11, 10**9), 0.0, 430, id="by the size of the largest that is here"),
+        pytest.param((10**11,), 60.0, 150, id="the last one was timed"),
+    ],
+)
+def test_time_is_kept_for_the_last_save(sizes, save_s, expected):
+    """
+    Twice as long as it took, or as its bytes will take; and half a minute.
+    """
+    here = tuple(
+        Checkpoint(ref=Ref(1, n, 1, f"{n:08x}"), size_bytes=size, world_size=1, written_at=START)
+        for n, size in enumerate(sizes)
+    )
+    seen = Observed(
+        now=START, boot_id="b", life="l", deadline_at=START + timedelta(hours=8), local=here, last_save_s=save_s
+    )
+
+    assert timedelta(seconds=expected) == reserve(History(opened_at=START), seen)
 
 
 def test_a_short_limit_still_trains():
