@@ -4,15 +4,14 @@ Checkpoint engines side by side in one training, with what the machine can do me
     torchrun --nproc-per-node 2 benchmarks/checkpoint.py --dim 256 --layers 8 --rounds 3 --out build/bench
 
 A training of feed-forward blocks, or of a transformer, under FSDP2 with AdamW. Each round: some quiet steps, a save by
-one engine, steps until the save is done; then the next engine. A step ends when the device has finished it and all
-ranks know. Written are DIR/NAME.json and DIR/NAME.md.
+one engine, steps until the save is done and all of its files are fsynced; then the next engine. A step ends when the
+device has finished it and all ranks know. Written are DIR/NAME.json, DIR/NAME.md and DIR/NAME.svg, anew after each save.
 
-Restarts are processes of their own: from the start of the ranks to the end of their first step, with a checkpoint and in
-an empty folder. The difference is what the checkpoint costs.
+With --warm-ups N the staging memory is made ready N times, each time by a Checkpointer of its own, between as many quiet
+steps before and after: what it costs is told from those.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -20,20 +19,17 @@ import shutil
 import statistics
 import sys
 import time
-import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from engines import Ours, build
-from gpu.drive import finish_ranks, launch_ranks
 from gpu.model import Model, driver, loss_of, shard
-from limits import Limits, read_directly
+from limits import Limits
+from picture import draw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-from vramfarm import Checkpointer
 
 QUIET = 6
 LONGEST = 4000  # steps of one round
@@ -117,23 +113,29 @@ class Training:
             self.step(engine)
         return statistics.median(self.seconds[begin + 2 :])
 
+    def block(self, count):
+        """Seconds of so many quiet steps."""
+        for _ in range(count):
+            self.step()
+        return self.seconds[-count:]
+
     def tensors(self):
         found = [p.to_local().detach() for p in self.model.parameters()]
         return found + [v.to_local() for s in self.optimizer.state.values() for k, v in s.items() if k != "step"]
 
 
-def save(training, engine, number):
+def save(training, engine, number, spans):
     """One save. Return what it cost and when it was done, as the slowest rank saw it."""
     quiet = training.quiet(engine)
     first = len(training.seconds)
     started = time.perf_counter()
-    engine.done_at = None
+    engine.done_at = engine.synced_at = engine.error = None
     try:
         engine.begin(number)
     except Exception as error:  # noqa: BLE001  # the other rank must hear of it
         engine.error, engine.done_at = error, time.perf_counter()
+        engine.synced_at = engine.done_at
     call = time.perf_counter() - started
-    ours = isinstance(engine, Ours)
     until = started + training.arguments.save_limit_s
 
     def wants_more():
@@ -143,25 +145,27 @@ def save(training, engine, number):
         pass
     if not engine.is_done():
         engine.error = TimeoutError(f"not done after {training.arguments.save_limit_s:.0f} s")
-        engine.done_at = time.perf_counter()
+        engine.done_at = engine.synced_at = time.perf_counter()
+    training.seconds[first] += call
     steps = training.seconds[first:]
-    steps[0] += 0 if ours else call
     begin = getattr(engine, "staged_at", started)
     writing = steps[3:-1]
     training.step(engine)
-    worst = max(steps) - quiet
+    spans.append({"name": engine.name, "first": first, "end": first + len(steps), "step_s": quiet})
     row = {
         "call_s": call,
-        "stall_s": worst,
+        "stall_s": max(steps) - quiet,
         "inside_s": call + max(training.inside[first:]),
         "over_s": sum(s - quiet for s in steps),
         "slower": statistics.mean(writing) / quiet - 1 if len(writing) > 3 else float("nan"),
-        "durable_s": engine.done_at - begin,
+        "done_s": engine.done_at - begin,
+        "synced_s": engine.synced_at - begin,
         "step_s": quiet,
         "steps": len(steps),
         "errors": engine.error is not None,
     }
     row = slowest(row, training.device)
+    spans[-1] |= {"stall_s": row["stall_s"], "synced_s": row["synced_s"], "failed": bool(row["errors"])}
     if row.pop("errors"):
         raise RuntimeError(f"a rank failed: {engine.error!r}")
     return row
@@ -184,24 +188,61 @@ def slowest(row, device):
 
 
 def warm_up(training, engine):
-    """Steps until our staging memory is ready. Return their cost and number."""
+    """Steps until our staging memory is ready. Return their cost and number, told from the quiet steps before them."""
     for _ in range(4):
         training.step()
     quiet = training.quiet()
-    first, started = len(training.seconds), time.perf_counter()
-    while training.step(engine, wants_more=not engine.ckpt._is_warm) and time.perf_counter() - started < 120:
-        pass
-    steps = training.seconds[first:]
-    over = sorted((s - quiet for s in steps), reverse=True)
-    pins = engine.ckpt._warm_up._pins
+    steps = steps_to_warm(training, engine)
+    pins = engine.ckpt._warm_up._pins if engine.ckpt._warm_up else None
     found = {
-        "warm_s": time.perf_counter() - started,
-        "warm_over_s": sum(over),
-        "warm_worst_s": over[0],
-        "warm_steps": len(steps),
+        "s": sum(steps),
+        "over_s": sum(steps) - quiet * len(steps),
+        "worst_s": max(steps) - quiet,
+        "steps": len(steps),
         "pin_s": pins._spent_s if pins else 0.0,
     }
     return slowest(found, training.device)
+
+
+def steps_to_warm(training, engine):
+    first, started = len(training.seconds), time.perf_counter()
+    while training.step(engine, wants_more=not engine.ckpt._is_warm) and time.perf_counter() - started < 120:
+        pass
+    return training.seconds[first:]
+
+
+def warm_ups(training, folder, say):
+    """
+    The same several times, each between quiet steps that are as many, by new Checkpointers.
+
+    The cost is the mean of those steps less that of their quiet neighbours, times their number; and the same of medians,
+    with the worst step apart, which slow steps elsewhere do not change. Quiet blocks told from their neighbours in the
+    same way say what of that is chance.
+    """
+    blocks = [training.block(40)]
+    for number in range(training.arguments.warm_ups):
+        engine = Ours(training.model, training.optimizer, folder / f"warm-{number}")
+        steps = steps_to_warm(training, engine)
+        engine.ckpt._let_go()
+        quiet = training.block(len(steps))
+        blocks += [steps, quiet]
+        say(f"warm-up {number}: {len(steps)} steps, {sum(steps):.2f} s, worst {max(steps):.4f} s")
+    quiet, warm = blocks[::2], blocks[1::2]
+    cost = [_beyond(w, a, b) for w, a, b in zip(warm, quiet, quiet[1:], strict=False)]
+    chance = [_beyond(b, a, c) for a, b, c in zip(quiet, quiet[1:], quiet[2:], strict=False)]
+    return {"cost": cost, "chance": chance, "quiet_s": [statistics.median(q) for q in quiet]}
+
+
+def _beyond(steps, before, after):
+    quiet = [*before, *after]
+    return {
+        "steps": len(steps),
+        "s": sum(steps),
+        "by_means_s": len(steps) * (statistics.mean(steps) - statistics.mean(quiet)),
+        "by_medians_s": len(steps) * (statistics.median(steps) - statistics.median(quiet)),
+        "worst_s": max(steps) - statistics.median(quiet),
+        "worst_quiet_s": max(quiet) - statistics.median(quiet),
+    }
 
 
 def used_bytes():
@@ -209,81 +250,6 @@ def used_bytes():
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     get = {k: int(lines[k].split()[0]) * 1024 for k in ("MemTotal", "MemFree", "Buffers", "Cached", "Shmem")}
     return get["MemTotal"] - get["MemFree"] - get["Buffers"] - get["Cached"] + get["Shmem"]
-
-
-def restart(arguments, name, folder, last):
-    """Seconds from the start of a process to its first step: with the engine's checkpoint, and without one."""
-    found = {"with": [], "without": [], "restore": [], "loop_with": [], "loop_without": [], "read": []}
-    shards = [path for path in Path(last or folder).rglob("*") if path.suffix != ".json" and path.is_file()]
-    for number in range(arguments.restarts):
-        found["read"].append(read_directly(shards))
-        for kind in ("without", "with"):
-            empty = Path(arguments.dir) / f"empty-{number}"
-            where = folder if kind == "with" else empty
-            order = {"engine": name if kind == "with" else "vramfarm", "dir": str(where), "last": str(last)}
-            forget(folder)
-            one = first_step_of_a_process(arguments, order)
-            shutil.rmtree(empty, ignore_errors=True)
-            if kind == "with" and name == "vramfarm" and not one["start_step"]:
-                raise RuntimeError("nothing was restored")
-            found[kind].append(one["total_s"])
-            found[f"loop_{kind}"].append(one["loop_s"])
-            if kind == "with":
-                found["restore"].append(one["restore_s"])
-    return found
-
-
-def first_step_of_a_process(arguments, order):
-    log = Path(arguments.dir) / "first-step.log"
-    log.unlink(missing_ok=True)
-    options = [one for one in sys.argv[1:] if one != "--compile"]  # its seconds differ by more than what is measured
-    options += ["--first-step", json.dumps(order | {"began": time.time()})]
-    ranks = launch_ranks(dist.get_world_size(), Path(__file__).resolve(), options, log)
-    code = finish_ranks(ranks, arguments.save_limit_s)
-    lines = [line for line in log.read_text().splitlines() if line.startswith("first step: ")]
-    if not lines:
-        raise RuntimeError(f"restart: exit {code}: {log.read_text()[-500:]}")
-    return json.loads(lines[0].removeprefix("first step: "))
-
-
-def first_step(arguments, device):
-    """A process that is started to be timed."""
-    order = json.loads(arguments.first_step)
-    dist.all_reduce(torch.zeros(1, device=device))
-    training = Training(arguments, device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    before, start_step = time.time(), 0
-    if order["engine"] == "vramfarm":
-        start_step = Checkpointer(
-            training.model, training.optimizer, dir=order["dir"], save_interval="24h", keep_last=1
-        ).start_step
-    else:
-        (engine,) = build([order["engine"]], training.model, training.optimizer, Path(arguments.dir) / "again", print)
-        engine.last = Path(order["last"])
-        engine.load(training.model, training.optimizer)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    restored = time.time()
-    training.step()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        now = time.time()
-        found = {"total_s": now - order["began"], "loop_s": now - before}
-        found |= {"restore_s": restored - before, "start_step": start_step}
-        print(f"first step: {json.dumps(found)}", flush=True)
-    dist.barrier()
-    os._exit(0)
-
-
-def forget(folder):
-    """What was written just now is in the page cache, unless it was written directly. Only that: libraries stay warm."""
-    for path in filter(Path.is_file, Path(folder).rglob("*")):
-        with path.open("rb") as file, contextlib.suppress(OSError):  # a filesystem that has no such thing
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main():
@@ -294,8 +260,6 @@ def main():
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo")
-    if arguments.first_step:
-        first_step(arguments, device)
     folder = Path(arguments.dir) / "bench"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -315,17 +279,21 @@ def main():
     say(f"state: {total / 1e9:.2f} GB, quiet step: {training.quiet():.4f} s")
     results = {
         "rows": {},
-        "limits": {"copy_s": [], "write_s": [], "beside_s": [], "read_s": []},
+        "limits": {"copy_s": [], "write_s": [], "beside_s": []},
         "sums": limits.sums(),
         "warm": {},
+        "warm_ups": {},
         "memory": {},
-        "restart": {},
+        "spans": [],
     }
+    if arguments.warm_ups:
+        results["warm_ups"] = warm_ups(training, folder, say)
+        write(arguments, results, total, training)
     engines = []
     for name in arguments.engines or [None]:
         engines += build([name] if name else [], training.model, training.optimizer, folder, say)
     for number in range(arguments.rounds):
-        for kind in ("copy", "write", *(["read"] if arguments.restarts else [])):
+        for kind in ("copy", "write"):
             results["limits"][f"{kind}_s"].append(getattr(limits, kind)())
         results["limits"]["beside_s"].append(write_beside(training, limits))
         limits.tidy()
@@ -337,44 +305,10 @@ def main():
             if agree(shutil.disk_usage(folder).free < 1.02 * total + (1 << 30), device):
                 say(f"{engine.name}: left out: the disk has no room for another {total / 1e9:.1f} GB")
                 continue
-            try:
-                if number == 0:
-                    before = used_bytes()
-                    if isinstance(engine, Ours):
-                        results["warm"] = warm_up(training, engine)
-                        say(f"warm-up { ({k: round(v, 4) for k, v in results['warm'].items()}) }")
-                row = save(training, engine, number)
-                engine.tidy()
-                if number == 0:
-                    results["memory"][engine.name] = used_bytes() - before  # what it goes on holding
-            except Exception as error:  # noqa: BLE001  # a peer that fails is a result
-                say(f"{engine.name}: failed: {error!r}"[:500])
-                engine.tidy(all_of_it=True)
-                results["rows"].setdefault(engine.name, []).append({"failed": repr(error)[:200]})
+            if not one_save(training, engine, number, results, say):
                 engines.remove(engine)
-                continue
-            results["rows"].setdefault(engine.name, []).append(row)
-            say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
-        write(arguments, results, total, training)
+            write(arguments, results, total, training)
     limits.close()
-    for engine in engines:
-        if isinstance(engine, Ours):
-            if arguments.restarts:
-                engine.close()  # with a last save
-            results["commits"] = engine.commits()
-            say(results["commits"])
-        if engine.name not in {"vramfarm", "dcp.save"} or not results["rows"].get(engine.name):
-            continue
-        if arguments.restarts and rank == 0:
-            try:
-                found = restart(arguments, engine.name, engine.folder, engine.last)
-                results["restart"][engine.name] = found
-                say(f"restart {engine.name}: { ({k: [round(s, 2) for s in v] for k, v in found.items()}) }")
-            except Exception as error:  # noqa: BLE001  # the other figures count
-                traceback.print_exc()
-                say(f"restart {engine.name}: {error!r}")
-        dist.all_reduce(torch.zeros(1))  # by gloo: a card that waits would be in the way of those that are timed
-    write(arguments, results, total, training)
     for engine in engines:
         if not isinstance(engine, Ours):
             engine.close()
@@ -382,6 +316,30 @@ def main():
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # some peers leave threads that hold the interpreter up
+
+
+def one_save(training, engine, number, results, say):
+    """Whether it came to its end: a peer that fails is a result."""
+    rows = results["rows"].setdefault(engine.name, [])
+    before = used_bytes()
+    try:
+        if number == 0 and isinstance(engine, Ours):
+            results["warm"] = warm_up(training, engine)
+            say(f"warm-up { ({k: round(v, 4) for k, v in results['warm'].items()}) }")
+        row = save(training, engine, number, results["spans"])
+    except Exception as error:  # noqa: BLE001  # see above
+        say(f"{engine.name}: failed: {error!r}"[:500])
+        rows.append({"failed": repr(error)[:200]})
+        engine.tidy()
+        return False
+    engine.tidy()
+    rows.append(row)
+    results["memory"].setdefault(engine.name, used_bytes() - before)  # what it goes on holding
+    if isinstance(engine, Ours):
+        results["commits"] = engine.commits()
+        say(results["commits"][-1:])
+    say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
+    return True
 
 
 def agree(flag, device):
@@ -406,8 +364,17 @@ def write(arguments, results, total, training):
         "arguments": vars(arguments),
         "argv": sys.argv[1:],
     }
-    (out / f"{arguments.name}.json").write_text(json.dumps({"about": about, **results}, indent=1))
+    steps, said = [round(seconds, 5) for seconds in training.seconds], caption(about, results)
+    whole = {"about": about, "caption": said, **results, "seconds": steps}
+    (out / f"{arguments.name}.json").write_text(json.dumps(whole))
     (out / f"{arguments.name}.md").write_text(table(about, results))
+    if any(not span["failed"] for span in results["spans"]):
+        (out / f"{arguments.name}.svg").write_text(draw(steps, results["spans"], said))
+
+
+def caption(about, results):
+    where = f"{about['ranks']} × {about['device']}, {about['bytes'] / 1e9:.2f} GB of state"
+    return f"{where}, a step of {step_of(results):.3f} s, torch {about['torch']}, {about['date']}"
 
 
 def table(about, results):
@@ -415,53 +382,52 @@ def table(about, results):
     limit = {k: statistics.median(v) for k, v in results["limits"].items() if v}
     where = f"{about['date']}, {about['ranks']} × {about['device']}, {about['cores']} cores, torch {about['torch']}, driver {about['driver']}"
     lines = [
-        f"{where}; {total / 1e9:.2f} GB of state, a step of {step_of(results):.3f} s; {' '.join(about['argv'])}",
+        f"{where}; load {os.getloadavg()[0]:.0f}; {total / 1e9:.2f} GB of state, a step of {step_of(results):.3f} s; {' '.join(about['argv'])}",
         "",
-        "| | longest step − median, first save, s | later saves, s | steps while it is written | inside its calls, s | until done, s | GB/s | done means on the disk | host memory it keeps, × state |",
+        "| | longest step − median, first save, s | later saves, s | steps while it is written | inside its calls, s | until it says done, s | until all is fsynced, s | GB/s, fsynced | host memory it keeps, × state |",
         "|---|---|---|---|---|---|---|---|---|",
-        f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | | {total / limit['copy_s'] / 1e9:.2f} | | |",
-        f"| limit: direct write, fsynced | | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | yes | |",
-        f"| limit: the same while the training goes on | | | | | {spread(results['limits']['beside_s'])} | {total / limit['beside_s'] / 1e9:.2f} | yes | |",
     ]
-    if "read_s" in limit:
-        lines.append(
-            f"| limit: direct read | | | | | {spread(results['limits']['read_s'])} | {total / limit['read_s'] / 1e9:.2f} | | |"
-        )
+    if limit:
+        lines += [
+            f"| limit: pinned copy | {limit['copy_s']:.3f} | {spread(results['limits']['copy_s'])} | | | | | {total / limit['copy_s'] / 1e9:.2f} | |",
+            f"| limit: direct write, fsynced | | | | | | {spread(results['limits']['write_s'])} | {total / limit['write_s'] / 1e9:.2f} | |",
+            f"| limit: the same while the training goes on | | | | | | {spread(results['limits']['beside_s'])} | {total / limit['beside_s'] / 1e9:.2f} | |",
+        ]
     for name, rows in results["rows"].items():
-        good = [row for row in rows if "failed" not in row]
-        if not good:
-            lines.append(f"| {name} | failed: {rows[0]['failed'][:80]} | | | | | | | |")
-            continue
-        later = [row["stall_s"] for row in good[1:]]
-        slower = [row["slower"] for row in good if row["slower"] == row["slower"]]
-        durable = [row["durable_s"] for row in good]
-        memory = f"{results['memory'].get(name, 0) / total:.2f}" if torch.cuda.is_available() else ""
-        lines.append(
-            f"| {name} | {good[0]['stall_s']:.3f} | {spread(later)} | {f'{statistics.median(slower):+.1%}' if slower else ''} | {spread([row['inside_s'] for row in good])} | {spread(durable)} "
-            f"| {total / statistics.median(durable) / 1e9:.2f} | {'yes' if name == 'vramfarm' or name.endswith('fsync') else 'no'} | {memory} |"
-        )
-    if ours := [row["durable_s"] for row in results["rows"].get("vramfarm", []) if "failed" not in row]:
+        lines += [row_of(name, rows, results, total)] if rows else []
+    if limit and (ours := [row["synced_s"] for row in results["rows"].get("vramfarm", []) if "failed" not in row]):
         rate = {kind: limit[f"{kind}_s"] / statistics.median(ours) for kind in ("write", "beside")}
         lines += [
             "",
             f"vramfarm writes at {rate['write']:.2f} of the direct write, {rate['beside']:.2f} of the same beside the training",
         ]
     lines += ["", f"one thread sums {results['sums'] / 1e9:.2f} GB/s", *results.get("commits", [])]
-    lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
-    for name, found in results["restart"].items():
-        beyond = statistics.median(found["with"]) - statistics.median(found["without"])
-        lines.append(
-            f"restart with {name}, from the start of the process to the end of its first step: {spread(found['with'])} s; "
-            f"without a checkpoint {spread(found['without'])} s; {beyond:.2f} s more; "
-            f"the restoring itself {spread(found['restore'])} s"
-        )
-        read = statistics.median(found["read"])
-        beyond = statistics.median(found["loop_with"]) - statistics.median(found["loop_without"])
-        lines.append(
-            f"the same from the model that is there on: {spread(found['loop_with'])} s, without {spread(found['loop_without'])} s; "
-            f"{beyond:.2f} s more, {beyond / read:.2f} × the direct read of these shards in turns with it, {spread(found['read'])} s"
-        )
+    if results["warm"]:
+        lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
+    for kind, several in results["warm_ups"].items():
+        lines += ["", *(f"warm-ups, {kind}: {json.dumps(one)}" for one in several)]
     return "\n".join(lines) + "\n"
+
+
+def row_of(name, rows, results, total):
+    good = [row for row in rows if "failed" not in row]
+    if not good:
+        return f"| {name} | failed: {rows[0]['failed'][:120]} | | | | | | | |"
+    slower = [row["slower"] for row in good if row["slower"] == row["slower"]]
+    synced = [row["synced_s"] for row in good]
+    memory = f"{results['memory'].get(name, 0) / total:.2f}" if torch.cuda.is_available() else ""
+    cells = [
+        name,
+        f"{good[0]['stall_s']:.3f}",
+        spread([row["stall_s"] for row in good[1:]]),
+        f"{statistics.median(slower):+.1%}" if slower else "",
+        spread([row["inside_s"] for row in good]),
+        spread([row["done_s"] for row in good]),
+        spread(synced),
+        f"{total / statistics.median(synced) / 1e9:.2f}",
+        memory,
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def step_of(results):
@@ -472,6 +438,8 @@ def step_of(results):
 def spread(values):
     if not values:
         return ""
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
     return f"{statistics.median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
 
 
@@ -484,14 +452,13 @@ def parse_arguments():
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of a transformer")
     parser.add_argument("--limit-gb", type=float, default=8, help="a rank: of a larger state the limits take so much")
-    parser.add_argument("--save-limit-s", type=float, default=150, help="for one save, or one restart")
-    parser.add_argument("--first-step", default="", help="for restarts, by this script itself")
+    parser.add_argument("--save-limit-s", type=float, default=150, help="for one save")
+    parser.add_argument("--warm-ups", type=int, default=0, help="so many, measured before all else")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--restarts", type=int, default=2)
     parser.add_argument("--engines", nargs="*", default=[])
     parser.add_argument("--dir", default="build")
     parser.add_argument("--out", default="build/bench-out")

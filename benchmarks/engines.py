@@ -1,11 +1,12 @@
 """
-Ours and what others have, behind one face: `step` after each optimizer step, `begin` a save, `is_done`, `load`.
+Ours and what others have, behind one face: `step` after each optimizer step, `begin` a save, `is_done`.
 
-`is_durable` says whether the bytes are on the disk when an engine says that it is done. Those of whom it is not true
-are measured once more as `… + fsync`: each rank then syncs its part of the files. `begin` returns when training may
-go on; what it took is part of the step.
+`begin` returns when training may go on; what it took is part of the step. `done_at` is when an engine says that it is
+done; then every rank syncs all of its files, on a thread, and `synced_at` is when that is over. What an engine has synced
+itself costs nothing there.
 """
 
+import contextlib
 import os
 import shutil
 import threading
@@ -15,24 +16,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from vramfarm import Checkpointer
 from vramfarm.protocol import Arena, Slot, Word
 
-KEPT = frozenset({"vramfarm", "dcp.save"})  # what restarts are measured with
-
 
 class Engine:
     name = ""
-    is_durable = False
-    fsync = False
     rounds = 99
 
     def __init__(self, model, optimizer, folder):
         self.model, self.optimizer = model, optimizer
         self.folder = Path(folder) / self.name.replace(" ", "-")
-        self.done_at = self.error = self.last = None
+        self.done_at = self.synced_at = self.error = self.last = None
 
     def guard(self):
         """Called before optimizer.step(), where an engine wants that."""
@@ -41,16 +38,13 @@ class Engine:
         pass
 
     def is_done(self):
-        return self.done_at is not None
+        return self.synced_at is not None
 
-    def tidy(self, *, all_of_it=False):
+    def tidy(self):
         """Only one engine's checkpoint is on the disk at a time."""
         dist.barrier()
-        if dist.get_rank() == 0 and (all_of_it or self.name not in KEPT):
+        if dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-        elif dist.get_rank() == 0:
-            for old in [p for p in self.folder.iterdir() if self.last and p.name.isdigit() and p != self.last]:
-                shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
 
     def path(self, number):
@@ -70,28 +64,14 @@ class Engine:
             try:
                 for future in futures:
                     future.result()
-                self.sync()
+                self.done_at = time.perf_counter()
+                sync(self.last)
             except Exception as error:  # noqa: BLE001  # a peer that fails is a result
                 self.error = error
-            self.done_at = time.perf_counter()
+            self.done_at = self.done_at or time.perf_counter()
+            self.synced_at = time.perf_counter()
 
         threading.Thread(target=wait, daemon=True).start()
-
-    def settle(self):
-        """The end of a save in the foreground."""
-        self.sync()
-        self.done_at = time.perf_counter()
-
-    def sync(self):
-        """This rank's share of the files onto the disk."""
-        if not self.fsync:
-            return
-        files = sorted(path for path in self.last.rglob("*") if path.is_file())
-        folders = [self.last, *sorted(path for path in self.last.rglob("*") if path.is_dir())]
-        for path in files[dist.get_rank() :: dist.get_world_size()] + folders:
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
 
     def close(self):
         pass
@@ -99,7 +79,6 @@ class Engine:
 
 class Ours(Engine):
     name = "vramfarm"
-    is_durable = True
 
     def __init__(self, model, optimizer, folder):
         super().__init__(model, optimizer, folder)
@@ -112,7 +91,7 @@ class Ours(Engine):
 
     def begin(self, _):
         """The saver chooses one of the next steps. Time counts from when the state is staged."""
-        self.before, self.done_at = self.page[Word.NUM_COMMITTED], None
+        self.before = self.page[Word.NUM_COMMITTED]
         self.ckpt.save()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -125,10 +104,11 @@ class Ours(Engine):
         self.staged_at = time.perf_counter()
         while self.page[Word.NUM_COMMITTED] == self.before:
             time.sleep(0.002)
-        self.done_at = time.perf_counter()
+        self.done_at = self.synced_at = time.perf_counter()
 
-    def close(self):
-        self.ckpt.finish()
+    def tidy(self):
+        """The saver itself keeps one."""
+        dist.barrier()
 
     def commits(self):
         """What the saver says of each save."""
@@ -142,13 +122,7 @@ class DcpSave(Engine):
 
     def begin(self, number):
         dcp.save(self.state(), checkpoint_id=self.path(number))
-        self.settle()
-
-    def load(self, model, optimizer):
-        state = {"model": None, "optimizer": None}
-        state["model"], state["optimizer"] = get_state_dict(model, optimizer)
-        dcp.load(state, checkpoint_id=str(self.last))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.when_done()
 
 
 class DcpAsync(DcpSave):
@@ -175,7 +149,7 @@ class DcpAsync(DcpSave):
             self.options["async_stager"] = DefaultStager(options)
 
     def begin(self, number):
-        self.done_at, self.staging = None, None
+        self.staging = None
         answer = dcp.async_save(self.state(), checkpoint_id=self.path(number), **self.options)
         if hasattr(answer, "upload_completion"):
             self.staging = answer.staging_completion
@@ -208,7 +182,7 @@ class TorchSave(Engine):
         if dist.get_rank() == 0:
             torch.save({"model": model, "optimizer": optimizer}, f"{path}/state.pt")
         dist.barrier()
-        self.settle()
+        self.when_done()
 
 
 class Accelerate(Engine):
@@ -230,7 +204,7 @@ class Accelerate(Engine):
         path = self.path(number)
         save_fsdp_model(self.plugin, self.accelerator, self.model, path)
         save_fsdp_optimizer(self.plugin, self.accelerator, self.optimizer, self.model, path)
-        self.settle()
+        self.when_done()
 
 
 class Lightning(Engine):
@@ -241,7 +215,10 @@ class Lightning(Engine):
 
     def __init__(self, model, optimizer, folder):
         super().__init__(model, optimizer, folder)
-        from lightning.fabric.strategies import model_parallel
+        try:
+            from lightning.fabric.strategies import model_parallel
+        except ImportError:  # as pytorch-lightning has it
+            from lightning_fabric.strategies import model_parallel
 
         self.strategy = model_parallel
 
@@ -250,7 +227,7 @@ class Lightning(Engine):
         path = Path(self.path(number))
         self.strategy._save_checkpoint(path=path, state=state, full_state_dict=False, rank=dist.get_rank())
         dist.barrier()
-        self.settle()
+        self.when_done()
 
 
 class TorchCheckpointing(Engine):
@@ -270,7 +247,6 @@ class TorchCheckpointing(Engine):
         self.manager = config.build()
 
     def begin(self, number):
-        self.done_at = None
         self.when_done(self.manager.save(self.path(number), self.state()))
 
     def guard(self):
@@ -283,6 +259,7 @@ class TorchCheckpointing(Engine):
 
 class Nvrx(Engine):
     name = "nvidia-resiliency-ext"
+    is_under_way = False
 
     def __init__(self, model, optimizer, folder):
         super().__init__(model, optimizer, folder)
@@ -298,17 +275,18 @@ class Nvrx(Engine):
             save_state_dict_async_plan,
         )
 
-        self.done_at = None
         writer = FileSystemWriterAsync(self.path(number), thread_count=2)
         answer = save_state_dict_async_plan(self.state(), writer, enable_cache=True)
         call, preload, arguments = writer.get_save_function_and_args()
         self.queue.schedule_async_request(
             AsyncRequest(call, arguments, [lambda: save_state_dict_async_finalize(*answer)], preload_fn=preload)
         )
+        self.is_under_way = True
 
     def step(self):
-        if self.done_at is None and self.queue.maybe_finalize_async_calls(blocking=False):
-            self.done_at = time.perf_counter()
+        if self.is_under_way and self.queue.maybe_finalize_async_calls(blocking=False):
+            self.is_under_way = False
+            self.when_done()
 
     def close(self):
         self.queue.close()
@@ -321,7 +299,6 @@ class TorchSnapshot(Engine):
     def begin(self, number):
         from torchsnapshot import Snapshot, StateDict
 
-        self.done_at = None
         flat = {}
         for kind, entries in self.state().items():
             for key, value in dcp._nested_dict.flatten_state_dict({kind: entries})[0].items():
@@ -338,24 +315,28 @@ class _Waiting:
         self.pending.wait()
 
 
-def _synced(kind):
-    """The same with its files synced before it counts as done."""
-    return type(f"{kind.__name__}Synced", (kind,), {"name": f"{kind.name} + fsync", "fsync": True, "is_durable": True})
-
-
-PEERS = [
+ALL = [
+    Ours,
     TorchCheckpointing,
     Nvrx,
     DcpAsync,
     DcpProcess,
     DcpProcessStager,
     DcpSave,
+    TorchSnapshot,
     Accelerate,
     Lightning,
-    TorchSnapshot,
     TorchSave,
 ]
-ALL = [Ours, *(one for kind in PEERS for one in ((kind,) if kind is Nvrx else (kind, _synced(kind))))]
+
+
+def sync(folder):
+    """All files of a folder onto the disk, and their names."""
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # another rank has renamed it
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
 
 
 def build(names, model, optimizer, folder, say):

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from raw import PIECE, direct, get, put
+from raw import PIECE, direct, put
+
+DEPTHS = (1, 4)  # pieces in flight
 
 
 class Limits:
     """
-    A pinned copy of the same bytes, and the same bytes written and read directly, as fast as this disk does it.
+    A pinned copy of the same bytes, and the same bytes written directly, as fast as this disk does it.
 
     Of a state that is larger than `at_most` that much is taken, and the seconds are counted up to all of it.
     """
@@ -33,9 +35,7 @@ class Limits:
         self._view = memoryview(self._memory)
         self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
         self._direct = direct(self._path.parent)
-        self._depths = [1, 4]
         self._write_s = {}
-        self._read_s = {}
         self._host = None
 
     def _fill(self):
@@ -56,23 +56,20 @@ class Limits:
 
     def write(self):
         """Seconds of a direct, fsynced write into a new file, with the number of pieces in flight that is best here."""
-        return self._best(self._write_s, self._write_all)
+        return min(self._write_once(depth) for depth in ([self._best()] if self._write_s else DEPTHS))
 
     def start_writing(self):
         """The same on a thread, for a training that goes on beside it. Return what says how long it took, None until then."""
-        self._tidy(self._write_all)
+        self._make_room()
         found = []
 
         def work():
             started = time.perf_counter()
-            self._write_all(min(self._write_s, key=self._write_s.get))
+            self._write_all(self._best())
             found.append((time.perf_counter() - started) * self.whole_bytes / self.size_bytes)
 
         threading.Thread(target=work, daemon=True).start()
         return lambda: found[0] if found else None
-
-    def read(self):
-        return self._best(self._read_s, self._read_all)
 
     def sums(self):
         """Bytes a second that one thread sums."""
@@ -89,20 +86,19 @@ class Limits:
         self.tidy()
         self._host = self._tensors = None
 
-    def _best(self, found, act):
-        if found:
-            self._tidy(act)
-            return self._timed(lambda: act(min(found, key=found.get)))
-        for depth in self._depths:
-            self._tidy(act)
-            found[depth] = self._timed(lambda depth=depth: act(depth))
-        return min(found.values())
+    def _best(self):
+        return min(self._write_s, key=self._write_s.get)
 
-    def _tidy(self, act):
+    def _write_once(self, depth):
+        self._make_room()
+        took = self._timed(lambda: self._write_all(depth))
+        self._write_s.setdefault(depth, took)
+        return took
+
+    def _make_room(self):
         """Freeing the last file's blocks is no part of a write."""
-        if act == self._write_all:
-            self._path.unlink(missing_ok=True)
-            os.sync()
+        self._path.unlink(missing_ok=True)
+        os.sync()
 
     def _timed(self, act):
         """From when all ranks begin until the last one is done."""
@@ -121,32 +117,6 @@ class Limits:
         os.fsync(fd)
         os.close(fd)
 
-    def _read_all(self, depth):
-        fd = os.open(self._path, os.O_RDONLY | self._direct)
-        self._each(depth, lambda at: get(fd, self._view[at : at + PIECE], at))
-        os.close(fd)
-
     def _each(self, depth, act):
         with ThreadPoolExecutor(depth) as pool:
             list(pool.map(act, range(0, self._padded, PIECE)))
-
-
-def read_directly(paths):
-    """Seconds of a direct read of all these files together into memory that is there: of 4 and 8 pieces in flight the better."""
-    sizes = {path: -(-path.stat().st_size // PIECE) * PIECE for path in paths}
-    memory = mmap.mmap(-1, max(sum(sizes.values()), PIECE))
-    for at in range(0, len(memory), mmap.PAGESIZE):
-        memory[at] = 1
-    pieces = [(path, at) for path, size in sizes.items() for at in range(0, size, PIECE)]
-    view = memoryview(memory)
-    work = [(path, at, view[i * PIECE : (i + 1) * PIECE]) for i, (path, at) in enumerate(pieces)]
-    files = {path: os.open(path, os.O_RDONLY | direct(path.parent)) for path in paths}
-    seconds = []
-    for depth in (4, 8):
-        started = time.perf_counter()
-        with ThreadPoolExecutor(depth) as pool:
-            list(pool.map(lambda one: os.preadv(files[one[0]], [one[2]], one[1]), sorted(work, key=lambda one: one[1])))
-        seconds.append(time.perf_counter() - started)
-    for fd in files.values():
-        os.close(fd)
-    return min(seconds)

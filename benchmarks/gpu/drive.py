@@ -79,10 +79,11 @@ def finish_ranks(processes, limit_s):
         if None not in codes or any(codes):
             break
         time.sleep(0.05)
+    late = [process for process in processes if process.poll() is None]
     for process in processes:
-        if process.poll() is None:
-            end(process, 1)
-            process.returncode = process.returncode or -9
+        end(process, 1)  # and what those that ended left behind
+    for process in late:
+        process.returncode = process.returncode or -9
     return next((process.returncode for process in processes if process.returncode), 0)
 
 
@@ -104,16 +105,20 @@ def end(process, patience_s=10):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for folder in Path("/proc").glob("[0-9]*"):
-        _kill_marked(folder, f"{MARK}={process.mark}".encode())
+    mark, until = f"{MARK}={process.mark}".encode(), time.monotonic() + 10
+    while sum(_kill_marked(folder, mark) for folder in Path("/proc").glob("[0-9]*")) and time.monotonic() < until:
+        time.sleep(0.05)  # memory that is given back takes its time
 
 
 def _kill_marked(folder, mark):
+    """Whether there was something to kill."""
     try:
-        if any(one.startswith(mark) for one in (folder / "environ").read_bytes().split(b"\0")):
-            os.kill(int(folder.name), signal.SIGKILL)
+        if not any(one.startswith(mark) for one in (folder / "environ").read_bytes().split(b"\0")):
+            return False
+        os.kill(int(folder.name), signal.SIGKILL)
     except OSError:  # gone, or not ours
-        return
+        return False
+    return True
 
 
 def lines(path):

@@ -1,19 +1,20 @@
 #!/bin/bash
-# Everything that can only be seen on real cards, on any machine with two: about half an hour, and 150 GB of disk.
+# Everything that can only be seen on real cards, on any machine with two: about 40 minutes, and 110 GB of disk.
 #
 #   benchmarks/gpu/run.sh FOLDER [PART ...]        FOLDER: on the disk that is to be measured
 #
-# Parts: preflight bytes disk checkpoint kill resume hang errors memory scaling; all of them where none is named.
+# Parts: preflight bytes disk checkpoint restart kill resume hang errors memory scaling; all of them where none is named.
 # Each has a limit of its own, LIMIT_preflight=120 and so on changes it. A part that fails is said, the others
 # go on, and the exit code is 1. FOLDER/results.md has all that came out.
 #
-# Peers of the checkpoint engine that are installed take part: pip install torch_checkpointing nvidia-resiliency-ext
+# Peers of the checkpoint engine that are installed take part: pip install torch_checkpointing nvidia-resiliency-ext torchsnapshot
+# accelerate lightning
 # NVLink multicast (NVLS) stays off unless NCCL_NVLS_ENABLE is set.
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:?"usage: benchmarks/gpu/run.sh FOLDER [PART ...]"}
 shift
-parts=${*:-preflight bytes disk checkpoint kill resume hang errors memory scaling}
+parts=${*:-preflight bytes disk checkpoint restart kill resume hang errors memory scaling}
 python=${PYTHON:-python3}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
@@ -32,8 +33,8 @@ script_of() {
 limit_of() {
   local changed="LIMIT_$1"
   case $1 in
-    checkpoint) echo "${!changed:-800}" ;;
-    bytes | hang | errors) echo "${!changed:-400}" ;;
+    checkpoint) echo "${!changed:-1000}" ;;
+    bytes | restart | hang | errors) echo "${!changed:-400}" ;;
     *) echo "${!changed:-200}" ;;
   esac
 }

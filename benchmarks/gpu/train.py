@@ -1,5 +1,5 @@
 """
-The training that kill.py and resume.py start: FSDP2, bf16 with fp32 master state, AdamW, a loss to compare bit for bit.
+The training that kill.py, resume.py and restart.py start: FSDP2, bf16 with fp32 master state, AdamW, a loss to compare bit for bit.
 
     torchrun --nproc-per-node 2 benchmarks/gpu/train.py --out FOLDER --steps 100
 
@@ -75,6 +75,54 @@ def _sum(tensor):
     return zlib.crc32(memoryview(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
+def clocks():
+    """From now on: seconds of this process in parts of a restore, wall clock and those of its threads together."""
+    from vramfarm import loading, streaming
+
+    found = {}
+
+    def timed(place, name, part):
+        before = getattr(place, name)
+
+        def wrapped(*args):
+            started = time.perf_counter()
+            try:
+                return before(*args)
+            finally:
+                found[part] = found.get(part, 0.0) + time.perf_counter() - started
+
+        setattr(place, name, wrapped)
+
+    timed(loading.Reader, "__init__", "opening")
+    timed(streaming, "read_all", "read_all")
+    timed(streaming.Source, "read", "threads: reading and summing")
+    timed(streaming, "check", "threads: of it summing")
+    timed(streaming, "_spread", "threads: copying")
+    has = streaming._Cached.has
+
+    def counted(*args):
+        is_there = has(*args)
+        found["chunks"] = found.get("chunks", 0) + 1
+        found["chunks in memory"] = found.get("chunks in memory", 0) + is_there
+        return is_there
+
+    streaming._Cached.has = counted
+    return found
+
+
+def use_dcp(folder, model, optimizer, *, save=False):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    mine, its = get_state_dict(model, optimizer)
+    state = {"model": mine, "optimizer": its}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+        return
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=mine, optim_state_dict=its)
+
+
 def main():
     arguments = parse_arguments()
     out = Path(arguments.out)
@@ -113,12 +161,20 @@ def main():
     keywords = {"dir": arguments.dir} if arguments.dir else {}
     if arguments.interval:
         keywords["save_interval"] = arguments.interval
+    inside = clocks() if arguments.parts else {}
     ckpt = Checkpointer(
         model, optimizer, scheduler=scheduler, loader=loader, seed=7, resume=arguments.resume, **keywords
     )
+    if arguments.dcp:
+        use_dcp(arguments.dcp, model, optimizer)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    events.add(event="restored", step=ckpt.start_step, digest=digest(model, optimizer) if arguments.digest else None)
+    events.add(
+        event="restored",
+        inside=inside,
+        step=ckpt.start_step,
+        digest=digest(model, optimizer) if arguments.digest else None,
+    )
     curve, samples = Notes(out / "curve.jsonl"), Notes(out / f"samples-{rank}.jsonl")
     total, seen = torch.zeros(1, dtype=torch.float64, device=device), []
     for step, (ids, tokens) in ckpt.steps(loader, max_steps=arguments.steps, accumulate=accumulate):
@@ -143,6 +199,8 @@ def main():
         if arguments.pause:
             time.sleep(arguments.pause)
     events.add(event="ended", step=ckpt.start_step, digest=digest(model, optimizer) if arguments.digest else None)
+    if arguments.dcp_save:
+        use_dcp(arguments.dcp_save, model, optimizer, save=True)
     dist.barrier()
     if arguments.quit:
         os._exit(0)
@@ -156,6 +214,9 @@ def parse_arguments():
     parser.add_argument("--interval", default="", help="between saves, likewise")
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--parts", action="store_true", help="say how long the parts of a restore take")
+    parser.add_argument("--dcp", default="", help="load this checkpoint of torch's when the model is there")
+    parser.add_argument("--dcp-save", default="", help="write one at the end")
     parser.add_argument("--quit", action="store_true", help="end at once when all is done: two seconds of tidying less")
     parser.add_argument("--pause", type=float, default=0.0)
     defaults = {"steps": 100, "layers": 2, "hidden": 128, "vocabulary": 512, "sequence": 64, "per-card": 4}
