@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from vramfarm import protocol
 from vramfarm.protocol import Ended, Env, Phase, Reason
-from vramfarm.seat import SaverProcess, Seat, create_page, log_path, open_page
+from vramfarm.seat import SILENCE_S, SaverProcess, Seat, create_page, log_path, open_page
 
 
 def content(rank, step, num_bytes):
@@ -76,17 +76,21 @@ def parse_arguments():
     parser.add_argument(
         "--copy-time", type=float, default=0, help="training goes on while a save is copied for so long"
     )
+    parser.add_argument(
+        "--saver-silence", type=float, default=SILENCE_S, help="a saver that says nothing for so long is replaced"
+    )
     parser.add_argument("--nan-at", type=int, default=0, help="the loss is not a number from this step on")
     parser.add_argument("--busy-at", type=int, default=0, help="compute something else for 8 s after this step")
     parser.add_argument("--fail-before-attach", action="store_true")
     return parser.parse_args()
 
 
-def take_seat(env, rank, world_size):
+def take_seat(env, rank, world_size, silence_s):
     page = open_page(env) or create_page(world_size)
     defaults = {Env.CHECKPOINT_DIR: str(Path("checkpoints").absolute()), Env.SAVE_INTERVAL_S: "1800"}
     env = defaults | env if Env.CONTROL in env else {Env.KEEP_LAST: "2"} | defaults | env
-    return Seat(page, rank, SaverProcess(page, env, log_path(env)) if rank == 0 else None)
+    saver = SaverProcess(page, env, log_path(env), silence_s=silence_s) if rank == 0 else None
+    return Seat(page, rank, saver)
 
 
 def resumed_step(env):
@@ -106,7 +110,7 @@ class Trainer:
         self.rank = int(env.get("LOCAL_RANK", env.get("RANK", "0")))
         self.world_size = int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")))
         self.crashes = int(env.get(Env.ATTEMPT, "1")) <= arguments.crash_attempts
-        self.seat = take_seat(env, self.rank, self.world_size)
+        self.seat = take_seat(env, self.rank, self.world_size, arguments.saver_silence)
         self.seat.enter(Phase.LOADING)
         self.first = resumed_step(env)
 

@@ -194,7 +194,10 @@ class GlobalFeed:
         self._batches.seek(position.epoch, position.cursor)
         self._generator.manual_seed(mix(self._seed, position.epoch, position.cursor))
         set_epoch(self._loader.dataset, position.epoch)
-        return iter(self._loader)
+        with torch.device(
+            "cpu"
+        ):  # as our generator is, which it draws from, wherever else the script makes its tensors
+            return iter(self._loader)
 
     def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the order knows
         return self._batches.samples_at(position.cursor)
@@ -241,7 +244,9 @@ class SkippingFeed:
             set_epoch(thing, position.epoch)
         skip = self._num_to_skip(position)
         with torch.random.fork_rng(devices=[]):  # a sampler that draws from torch's generator draws the same again
-            torch.manual_seed(mix(self._seed, position.epoch))
+            torch.default_generator.manual_seed(
+                mix(self._seed, position.epoch)
+            )  # not the cards': nobody would put them back
             batches = iter(self._loader)
             first = list(_take(batches, skip + 1))[skip:]
         yield from first

@@ -7,6 +7,7 @@ durably, or it is not there. Whatever a crash leaves has one of the prefixes of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -112,7 +113,8 @@ def set_aside(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a folder that is no checkpoint. What cannot be removed stays, harmlessly."""
-    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # even so: where closing a folder fails
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def discard_leftovers(directory: Path, prefix: str = protocol.TEMPORARY) -> None:

@@ -22,13 +22,14 @@ PIECE_BYTES: Final = 32 << 20  # what is populated, or registered with a device,
 WINDOW_BYTES: Final = PIECE_BYTES  # of an image that is staged by and by
 _SHARE: Final = 0.8  # of the memory that is left, for staging
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
-_CGROUPS: Final = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "file"),
+_CGROUPS: Final = (  # version 2 and 1: the line of /proc/self/cgroup, where the groups are, limit, usage, and caches in memory.stat
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current", ("file", "shmem")),
     (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_cache",
+        "memory",
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_cache", "total_shmem"),
     ),
 )
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -116,14 +117,31 @@ def address_of(memory: memoryview) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return what may be taken before the kernel kills: the control group's rest, else the machine's; None if unknown."""
-    for limit, used, stat, cache in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            most = int(Path(limit).read_text())
-            if most < 1 << 60:
-                counted = dict(line.split() for line in Path(stat).read_text().splitlines())
-                held = int(counted.get("shmem", counted.get("total_shmem", "0")))
-                return most - int(Path(used).read_text()) + max(0, int(counted[cache]) - held)
+    """Return what may be taken before the kernel kills: what is left of the machine and of each control group that we are in; None if unknown."""
+    return min((left for left in (*_left_in_groups(), _left_on_machine()) if left is not None), default=None)
+
+
+def _left_in_groups() -> Iterator[int]:
+    """A group's limit holds for those in it; in a container the first group may be all that is seen, under another name."""
+    mine = _own_groups()
+    for kind, root, limit, used, (cache, held) in _CGROUPS:
+        own = Path(root, mine.get(kind, "").lstrip("/"))
+        for group in (one for one in (own, *own.parents) if one.is_relative_to(root)):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no such group here, or no limit
+                most = int((group / limit).read_text())
+                counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield most - int((group / used).read_text()) + max(0, int(counted[cache]) - int(counted[held]))
+
+
+def _own_groups() -> dict[str, str]:
+    """Return the control groups of this process, by what they control; that of version 2 under an empty name."""
+    with contextlib.suppress(OSError):
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        return {kind: path for _, kinds, path in lines for kind in kinds.split(",")}
+    return {}
+
+
+def _left_on_machine() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

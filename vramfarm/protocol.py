@@ -276,12 +276,29 @@ def parse_end(raw: bytes) -> EndRecord:
 
 def process_started(pid: int) -> int:
     """Start time of a live process in clock ticks, as in `Word.SAVER_STARTED`; 0 if it is gone or a zombie."""
+    fields = _stat(pid)
+    return 0 if fields[0] in {"", "Z", "X"} else int(fields[19])
+
+
+def process_state(pid: int) -> str:
+    """What a process does, for people; empty if there is nothing to say."""
+    return _STATES.get(_stat(pid)[0], "")
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on, which is empty when it is gone."""
     try:
         raw = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return 0
-    fields = raw[raw.rindex(b")") + 2 :].split()
-    return 0 if fields[0] in {b"Z", b"X"} else int(fields[19])
+        return [""]
+    return raw[raw.rindex(b")") + 2 :].decode().split()
+
+
+_STATES: Final = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk, or for the server behind it",
+}
 
 
 # -------------------------------------------------------------------------- control page
@@ -307,7 +324,7 @@ class Word(IntEnum):
     SAVING_STEP = 10  # saver: step being staged or written, 0 when idle
     NUM_COMMITTED = 11  # saver: saves committed by this attempt
     COMMITTED_STEP = 12  # saver: the newest of them
-    NUM_FAILED = 13  # saver: saves that failed or were skipped; `error()` has the text
+    NUM_FAILED = 13  # saver, and whoever killed it: saves that failed or were skipped; `error()` has the text
     SAVE_NS = 14  # saver: duration of the last commit, staged to durable
     SAVE_BYTES = 15  # saver: size of the last commit
     ENDED = 16  # saver: `Ended`, after the end record is durable

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,6 +38,7 @@ FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving i
 RETRY_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 60.0
 FINAL_TRIES: Final = 3
+LATE_S: Final = 120.0  # from the first rank that staged a save to a word on the one that did not
 LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
 _BUSY_S: Final = 0.005
@@ -125,6 +126,8 @@ class Save:
     reason: Reason
     serves: int  # the REQUEST_SAVE it answers
     started: float = field(default_factory=time.monotonic)
+    staged_at: float | None = None  # by the first rank
+    is_late: bool = False  # and that was said
 
 
 class SaveError(Exception):
@@ -147,6 +150,7 @@ class Saver:
         self._alive: dict[int, bool] = {}
         self._looked_at = 0.0
         self._pool = ThreadPoolExecutor(max_workers=page.num_ranks)
+        self._disk = ThreadPoolExecutor(max_workers=1)
         self._populating: dict[int, Populating] = {}
         self._free_bytes: int | None = None
         self._shards_s = 0.0  # of the save that was written last
@@ -182,7 +186,7 @@ class Saver:
                 more = f" ({complaint})" if complaint.startswith("rank ") else ""
                 self._fail(f"a rank ended, or could not take part, before its state was staged{more}")
             case Fate.WAIT:
-                pass
+                self._wait_for_ranks(self._save, ranks)
 
     def _consider(self, ranks: Sequence[Rank]) -> None:
         now = time.monotonic()
@@ -204,11 +208,11 @@ class Saver:
         step = max(r.step for r in ranks)
         if reason is Reason.FINAL and step in {0, self._orders.resumed_step, self._page[Word.COMMITTED_STEP]}:
             self._conclude(EndRecord("done", step))
-        elif why := self._want_of_room():
+        elif why := self._patiently(self._want_of_room):
             self._save = Save(step, reason, requests)
             self._fail(why)
         else:
-            self._begin(reason, ranks, requests)
+            self._begin(reason, self._look(), requests)  # steps were made meanwhile
 
     def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
         """Propose, look again, agree. In a final save all ranks already wait, so there is nothing to propose."""
@@ -235,7 +239,7 @@ class Saver:
         """All ranks staged it. From here on only this process is needed."""
         started = time.monotonic_ns()
         try:
-            manifest = self._write(save)
+            manifest = self._patiently(self._write, save)
         except OSError as error:
             self._fail(folder.describe_error(self._orders.directory, error))
             return
@@ -269,7 +273,7 @@ class Saver:
         recorded = record.kind != "done" or not self._page[Word.UNRECORDED]
         try:
             if self._orders.end_file is not None and recorded:
-                folder.write_durably(self._orders.end_file, record.dump())
+                self._patiently(folder.write_durably, self._orders.end_file, record.dump())
         except OSError as error:
             self._fail(f"end record: {error}")
             return False
@@ -299,10 +303,31 @@ class Saver:
         self._page[Word.SAVING_STEP] = 0
         self._page[Word.DECISION] = decision
 
-    def _release(self) -> None:
-        """No save is on its way: what is staged, or was staged too late, is wanted by nobody."""
+    def _wait_for_ranks(self, save: Save, ranks: Sequence[Rank]) -> None:
+        """What others staged waits for as long as it takes: a rank that evaluates comes late. A long wait is told, once."""
+        self._release(but=save.step)
+        late = [number for number, rank in enumerate(ranks) if not rank.is_ready(save.step)]
+        if len(late) == len(ranks):
+            save.staged_at = None
+            return
+        save.staged_at = save.staged_at or time.monotonic()
+        if save.is_late or time.monotonic() - save.staged_at < LATE_S:
+            return
+        save.is_late = True
+        pid = self._page.get(late[0], Slot.PID)
+        doing = protocol.process_state(pid)
+        text = (
+            f"save of step {save.step} waits for rank {late[0]}, process {pid}{doing and f', {doing}'}, which is at step "
+            f"{ranks[late[0]].step} and has not staged it for {LATE_S:.0f} s; what was committed before stays"
+        )
+        self._page.set_error(text)
+        say(text)
+
+    def _release(self, but: int | None = None) -> None:
+        """What is staged, or was staged too late, is wanted by nobody, but for the save that is on its way."""
+        get = self._page.get
         for rank in self._stagings:
-            if self._page.get(rank, Slot.ARENA_STATE) == Arena.READY:
+            if get(rank, Slot.ARENA_STATE) == Arena.READY and get(rank, Slot.ARENA_STEP) != but:
                 self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
 
     def _rotate(self) -> None:
@@ -310,7 +335,10 @@ class Saver:
         if self._orders.keep_last is None:
             return
         try:
-            folder.prune(self._orders.directory, self._orders.keep_last)
+            self._patiently(folder.prune, self._orders.directory, self._orders.keep_last)
+            self._patiently(
+                folder.discard_leftovers, self._orders.directory
+            )  # of a save that failed, and its removal too
         except OSError as error:
             self._page.set_error(f"old checkpoints could not be removed: {error}")
 
@@ -400,7 +428,7 @@ class Saver:
             if shard is None:
                 continue
             if staged.frozen_bytes:
-                same = self._patiently(writing.is_written, staged.frozen_memory[: staged.frozen_bytes], shard)
+                same = writing.is_written(staged.frozen_memory[: staged.frozen_bytes], shard)
             else:
                 same = _frozen_in(stored.manifest).get(str(rank)) == staged.frozen
             if same:
@@ -421,10 +449,10 @@ class Saver:
             self._covered = headers
 
     def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:  # noqa: ANN401  # whatever it takes
-        """Do something slow on a thread; the ranks see that we live."""
-        job = self._pool.submit(call, *arguments)
-        while not job.done():
-            self._pause(_BUSY_S)
+        """Have something done that waits for a disk. However long it takes, the ranks see that we live."""
+        job = self._disk.submit(call, *arguments)
+        while not wait([job], timeout=_BUSY_S).done:
+            self._beat()
         return job.result()
 
     def _write_shards(
@@ -433,8 +461,7 @@ class Saver:
         jobs = [
             self._pool.submit(self._write_rank, save, temporary, rank, staged, there) for rank, there in enumerate(held)
         ]
-        while not all(job.done() for job in jobs):
-            self._pause(_BUSY_S)
+        wait(jobs)  # also where one failed: what has begun still writes
         return tuple(shard for job in jobs for shard in job.result())
 
     def _write_rank(
@@ -624,10 +651,10 @@ class Saver:
         """Take over what a saver that died left on the page."""
         page, step = self._page, self._page[Word.PROPOSED_STEP]
         if self._orders.keep_last is not None:
-            folder.discard_leftovers(self._orders.directory)
+            self._patiently(folder.discard_leftovers, self._orders.directory)
         self._look()
         if page[Word.DECISION] == Decision.COMMITTED:
-            folder.discard_leftovers(self._orders.directory, f"{protocol.TEMPORARY}{step:08d}-")
+            self._patiently(folder.discard_leftovers, self._orders.directory, f"{protocol.TEMPORARY}{step:08d}-")
             self._save = Save(step, Reason(page[Word.REASON]), page[Word.REQUEST_SAVE])
             return
         if page[Word.DECISION] == Decision.PROPOSED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
 _POLL_S: Final = 0.001
 _SEE_OFF_S: Final = 10.0
 _TEND_NS: Final = 1_000_000_000
+SILENCE_S: Final = 30.0  # of a saver that lives; it beats a hundred times a second
+_SILENT_LOOKS: Final = 5  # and so many looks at it: after a pause of everything it has a moment to beat again
 _SLOW_NS: Final = 60_000_000_000
 
 
@@ -47,15 +50,17 @@ Put = Callable[[memoryview, int, int], None]
 
 
 class SaverProcess:
-    """The saver of this machine, started by local rank 0 and started again when it is found dead."""
+    """The saver of this machine, started by local rank 0, and started again when it is found dead, or silent."""
 
-    def __init__(self, page: ControlPage, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, page: ControlPage, env: Mapping[str, str], log: Path, *, silence_s: float = SILENCE_S) -> None:
         self._page = page
         self._env = dict(env) | {Env.CONTROL: str(page.path), Env.ROLE: "saver"}
         self._log = log
         self._child: subprocess.Popen[bytes] | None = None
         self._next_ns = 0
         self._wait_ns = _TEND_NS
+        self._silence_ns = int(silence_s * 1e9)
+        self._beat = self._heard_ns = self._silent_looks = 0
 
     def tend(self) -> None:
         """Look after the saver, about once a second. Its deaths in a row are answered ever more slowly."""
@@ -63,10 +68,12 @@ class SaverProcess:
         if now < self._next_ns:
             return
         self._next_ns = now + _TEND_NS
-        if self._is_alive():
+        if pid := self._pid():
             self._wait_ns = _TEND_NS
+            self._listen(pid, now)
             return
         self._start()
+        self._heard_ns, self._silent_looks = now, 0
         self._next_ns, self._wait_ns = now + self._wait_ns, min(2 * self._wait_ns, _SLOW_NS)
 
     def see_off(self) -> None:
@@ -75,11 +82,34 @@ class SaverProcess:
             if self._child is not None:
                 self._child.wait(_SEE_OFF_S)
 
-    def _is_alive(self) -> bool:
+    def _pid(self) -> int:
+        """The process that is to save; 0 if there is none."""
         if self._child is not None and self._child.poll() is None:
-            return True
+            return self._child.pid
         pid = self._page[Word.SAVER_PID]
-        return pid != 0 and protocol.process_started(pid) == self._page[Word.SAVER_STARTED]
+        return pid if pid and protocol.process_started(pid) == self._page[Word.SAVER_STARTED] else 0
+
+    def _listen(self, pid: int, now: int) -> None:
+        """
+        Kill a saver that has long been silent: one that was stopped must not wake up beside its successor.
+
+        One that waits in the kernel ends when that answers; until then it has the lock, and nobody writes.
+        """
+        beat = self._page[Word.SAVER_BEAT_NS]
+        if beat != self._beat:
+            self._beat, self._heard_ns, self._silent_looks = beat, now, 0
+            return
+        self._silent_looks += 1
+        if self._silent_looks < _SILENT_LOOKS or now - self._heard_ns < self._silence_ns:
+            return
+        doing = protocol.process_state(pid) or "stuck"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._heard_ns, self._silent_looks = now, 0
+        self._page.set_error(
+            f"the saver said nothing for {self._silence_ns / 1e9:.0f} s ({doing}): it is killed, and started again"
+        )
+        self._page[Word.NUM_FAILED] += 1
 
     def _start(self) -> None:
         script = Path(__file__).absolute().with_name("saver.py")

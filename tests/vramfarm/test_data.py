@@ -161,6 +161,42 @@ def test_drawing_an_epoch_leaves_the_scripts_random_numbers_alone():
         assert after == torch.rand(1)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_a_generator_begins_whatever_the_default_device_is(workers):
+    """
+    Its order is ours, and so are the numbers that beginning an epoch draws: they are the processor's.
+    """
+
+    def make():
+        generator = torch.Generator(device="cpu")
+        return DataLoader(
+            list(range(23)), batch_size=2, shuffle=True, generator=generator, num_workers=workers, collate_fn=list
+        )
+
+    def batches(loader):
+        return list(data.feed(loader, World(0, 1), 0, None).rest_of_epoch(Position()))
+
+    with torch.device("meta"):
+        found = batches(make())
+        made = torch.empty(1).device.type
+
+    assert "meta" == made
+    assert batches(make()) == found
+
+
+def test_drawing_an_epoch_leaves_the_cards_random_numbers_alone():
+    """
+    A loader whose order is its own gets a seed an epoch; dropout on a card must not begin anew with it.
+    """
+    loader = DataLoader(numbers(), batch_size=2, sampler=[3, 1, 2])
+    torch.manual_seed(1)
+    queued = torch.cuda._lazy_seed_tracker.manual_seed_all_cb  # what waits for a card to be there
+    through(data.feed(loader, World(0, 1), 0, None), Position(), 2)
+
+    assert queued is torch.cuda._lazy_seed_tracker.manual_seed_all_cb
+    assert queued is not None
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(20))

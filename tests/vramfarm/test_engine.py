@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from vramfarm.protocol import Arena, Slot, Word
 from vramfarm.still import Still
 
 STEPS = 40
+ROOT = Path(__file__).parents[2]
 
 
 class Small(nn.Module):
@@ -223,6 +227,38 @@ def test_where_there_is_no_memory_for_a_copy(tmp_path, capsys, memory_is):
     assert ("staging: chunked: 0.034 GB a rank, training waits" in said) == (memory_is == "short")
     assert ("staging: chunked from now on" in said) == (memory_is == "refused")
     assert torch.equal(model.weight, Reader(folder.committed(tmp_path)[0]).read("model.weight"))
+
+
+@pytest.fixture
+def group():
+    """A control group of memory of our own, of 300 MB."""
+    kinds = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    root, limit = ("memory", "memory.limit_in_bytes") if "memory" in kinds else ("", "memory.max")
+    place = Path("/sys/fs/cgroup", root, kinds.get("memory", kinds.get("", "")).lstrip("/"), f"engine-{os.getpid()}")
+    try:
+        place.mkdir()
+        (place / limit).write_text("300000000")
+    except OSError as error:
+        pytest.skip(f"no control group to be had: {error}")
+    yield place
+    place.rmdir()
+
+
+def test_memory_is_that_of_the_group_a_process_is_in(group):
+    """
+    Wherever below the machine's or the container's own group: what is taken beyond it would end the training.
+    """
+    code = "import sys; open(sys.argv[1], 'w').write('0'); from vramfarm import memory; print(memory.available_bytes())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, group / "cgroup.procs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert 200_000_000 < int(done.stdout) < 300_000_000
 
 
 def steps_in(directory):

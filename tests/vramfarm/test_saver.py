@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from vramfarm import folder, memory, protocol
-from vramfarm.protocol import Arena, ControlPage, Decision, Env, Phase, Slot, Word
-from vramfarm.seat import Seat
+from vramfarm.agreement import Rank
+from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.saver import LATE_S, Orders, Save, Saver
+from vramfarm.seat import SaverProcess, Seat
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 sys.path.insert(0, str(TRAINER.parent))
@@ -303,6 +305,139 @@ def test_a_saver_that_is_killed_is_started_again(tmp_path):
     attempt.page[Word.REQUEST_LEAVE] = 1
     assert [0, 0] == attempt.wait()
     assert [] == wrong(attempt.checkpoints)
+
+
+def test_a_saver_that_is_stopped_is_replaced_for_good(tmp_path):
+    """
+    In the middle of a save: it is told, its successor takes that save over and answers what was asked meanwhile, and
+    it never wakes up beside it.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "1000000", "--saver-silence", "1")
+    until(lambda: attempt.page[Word.NUM_COMMITTED] > 0)
+    first = attempt.saver()
+    until(lambda: attempt.page[Word.SAVING_STEP])
+    os.kill(first, signal.SIGSTOP)
+    step = attempt.page.get(0, Slot.STEP)
+    attempt.page[Word.REQUEST_LEAVE] = 1
+
+    until(lambda: "(stopped by a signal): it is killed, and started again" in attempt.page.error(), 60)
+    went_on = attempt.page.get(0, Slot.STEP) > step
+    codes = attempt.wait(60)
+
+    assert (True, [0, 0], "left") == (went_on, codes, attempt.end().kind)
+    assert (0, 1) == (protocol.process_started(first), attempt.page[Word.NUM_FAILED])
+    assert attempt.end().step == attempt.steps()[0]
+    assert [] == wrong(attempt.checkpoints)
+    assert not [name for name in names(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
+
+
+@pytest.mark.parametrize("when", ["before it stages", "while it stages"])
+def test_a_save_waits_for_a_rank_that_is_stopped(tmp_path, when):
+    """
+    What was committed stays, nothing new looks committed, the others train on. If the rank goes on, so does the save.
+    """
+    slowly = ("--copy-time", "1") if when == "while it stages" else ()
+    attempt = Attempt(tmp_path, interval_s=1000).start("--steps", "1000000", *slowly)
+    until(lambda: min(attempt.page.get(r, Slot.STEP) for r in range(2)) > 3)
+    attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: attempt.page[Word.NUM_COMMITTED] == 1, 30)
+    before = attempt.steps()
+    if when == "before it stages":
+        os.kill(attempt.ranks[1].pid, signal.SIGSTOP)
+    attempt.page[Word.REQUEST_SAVE] = 2
+    if when == "while it stages":
+        until(lambda: attempt.page.get(1, Slot.ARENA_STATE) == Arena.FILLING)
+        os.kill(attempt.ranks[1].pid, signal.SIGSTOP)
+    until(lambda: attempt.page.get(0, Slot.ARENA_STATE) == Arena.READY)
+    step = attempt.page.get(0, Slot.STEP)
+    until(lambda: attempt.page.get(0, Slot.STEP) > step + 20)
+
+    assert before == attempt.steps()
+    assert [] == [name for name in names(attempt.checkpoints) if name.startswith(protocol.TEMPORARY)]
+    os.kill(attempt.ranks[1].pid, signal.SIGCONT)
+    until(lambda: attempt.page[Word.NUM_COMMITTED] == 2, 30)
+    attempt.kill()
+    attempt.wait()
+    assert 0 == attempt.page[Word.NUM_FAILED]
+    assert 2 == len(attempt.steps())
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_a_rank_that_a_save_waits_for_is_named_once(tmp_path):
+    """
+    Which one, where it is, and what it does, told by the operating system.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
+    ranks = [
+        Rank(attached=True, alive=True, step=9, phase=Phase.TRAINING, arena=Arena.READY, arena_step=7),
+        Rank(attached=True, alive=True, step=6, phase=Phase.TRAINING),
+    ]
+    save = Save(7, Reason.ASKED, 1, staged_at=time.monotonic() - LATE_S)
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        page.put(1, Slot.PID, stopped.pid)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        until(lambda: protocol.process_state(stopped.pid))
+        saver._wait_for_ranks(save, ranks)
+        said = page.error()
+        page.set_error("")
+        saver._wait_for_ranks(save, ranks)
+        stopped.kill()
+
+    assert (
+        f"save of step 7 waits for rank 1, process {stopped.pid}, stopped by a signal, which is at step 6 and has not staged "
+        "it for 120 s; what was committed before stays"
+    ) == said
+    assert "" == page.error()
+
+
+def test_what_was_staged_too_late_is_in_nobodys_way(tmp_path):
+    """
+    A copy for a save that was given up comes to its end when the next save is on its way: the rank can stage that.
+    """
+    attempt = Attempt(tmp_path, interval_s=1000, world_size=1).start("--steps", "1000000", "--step-time", "0.3")
+    until(lambda: attempt.page.get(0, Slot.STEP) > 0)
+    attempt.page[Word.REQUEST_SAVE] = 1
+    until(lambda: attempt.page[Word.NUM_COMMITTED] == 1)
+    attempt.page[Word.REQUEST_SAVE] = 2
+    until(lambda: attempt.page[Word.SAVING_STEP])
+    os.kill(attempt.ranks[0].pid, signal.SIGSTOP)
+    assert attempt.page.get(0, Slot.STEP) < attempt.page[Word.SAVING_STEP]
+    attempt.page.put(0, Slot.ARENA_STEP, 1)
+    attempt.page.put(0, Slot.ARENA_STATE, Arena.READY)
+    os.kill(attempt.ranks[0].pid, signal.SIGCONT)
+    until(lambda: attempt.page[Word.NUM_COMMITTED] == 2, 30)
+    attempt.kill()
+    attempt.wait()
+
+    assert [] == wrong(attempt.checkpoints)
+
+
+def test_the_end_is_not_waited_for_without_bound(tmp_path):
+    """
+    At the interpreter's exit another rank may be stopped for good.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    env = {Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path / "checkpoints"), **os.environ}
+    saver = SaverProcess(page, env, tmp_path / "saver.log")
+    seat = Seat(page, 0, saver)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        page.put(1, Slot.STARTED, protocol.process_started(other.pid))
+        page.put(1, Slot.PID, other.pid)
+        os.kill(other.pid, signal.SIGSTOP)
+        until(lambda: page[Word.SAVER_PID])
+        seat.start(3)
+        started = time.monotonic()
+        ended = seat.finish(lambda step: None, timeout_s=0.5, recorded=False)
+        took_s = time.monotonic() - started
+        other.kill()
+    page.put(0, Slot.PID, 0)
+    page.put(0, Slot.STARTED, 0)
+    saver.see_off()
+
+    assert Ended.NO == ended
+    assert took_s < 20
+    assert [] == folder.committed(tmp_path / "checkpoints")
 
 
 def test_the_saver_ignores_polite_signals(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fakes import FaultyDisk, Loss, _restore
 from vramfarm import folder, protocol
-from vramfarm.protocol import Ended, Env, Slot, Word
+from vramfarm.protocol import Ended, Env, Reason, Slot, Word
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -44,8 +44,8 @@ def attempt(tmp_path):
     """Two ranks that save ten times a second, and two checkpoints that are kept."""
     started = []
 
-    def start(*arguments, **env):
-        one = Attempt(tmp_path, **{Env.KEEP_LAST: "2", **env})
+    def start(*arguments, number=1, **env):
+        one = Attempt(tmp_path, number, **{Env.KEEP_LAST: "2", **env})
         started.append(one)
         return one.start("--steps", "1000000", *arguments)
 
@@ -95,8 +95,7 @@ def left_behind(attempt):
     """What is wrong when all have ended: checkpoints that are not what was staged, and halves of some."""
     attempt.kill()
     attempt.wait(PATIENCE_S)
-    halves = [name for name in names(attempt.checkpoints) if name.startswith((protocol.TEMPORARY, protocol.REMOVED))]
-    return wrong(attempt.checkpoints) + halves
+    return wrong(attempt.checkpoints) + halves(attempt)
 
 
 def said(attempt):
@@ -110,6 +109,9 @@ TROUBLES = {
     "the quota is used up": ("write", errno.EDQUOT, "Disk quota exceeded; free some space there"),
     "the disk is full": ("write", errno.ENOSPC, "No space left on device; free some space there"),
     "read-only": ("mkdir", errno.EROFS, "Read-only file system; it has been mounted read-only"),
+    "a close fails": ("close", errno.EIO, "Input/output error; the disk, or the server behind it, fails"),
+    "stale at its end": ("truncate", errno.ESTALE, "Stale file handle; the disk, or the server behind it, fails"),
+    "no answer": ("fsync", errno.ETIMEDOUT, "the disk, or the server behind it, fails"),
     "the commit fails": ("rename", errno.EIO, "the disk, or the server behind it, fails"),
 }
 
@@ -157,6 +159,34 @@ def test_a_slow_disk_slows_no_step(attempt, trouble):
     assert training.page.get(0, Slot.STEP) - step > 3
     trouble.end()
     assert [] == left_behind(training)
+
+
+def test_a_notice_of_seconds_and_a_slow_disk_leave_what_was_committed(attempt, trouble):
+    """
+    All ranks and the saver are killed in the middle of the last save, which would take ten times the notice: what was
+    committed verifies, the half is nobody's checkpoint, and the next attempt clears it away.
+    """
+    training = attempt(**trouble.env)
+    wait_for(training, Word.NUM_COMMITTED, 2)
+    trouble.give("write 0 500000000")
+    training.page[Word.REQUEST_LEAVE] = 1
+    until(lambda: halves(training) and training.page[Word.REASON] == Reason.LEAVE, PATIENCE_S)
+    before = training.steps()
+    os.kill(training.saver(), signal.SIGKILL)
+    training.kill()
+    training.wait(PATIENCE_S)
+    trouble.end()
+
+    assert (before, [], False) == (training.steps(), wrong(training.checkpoints), training.end_file.exists())
+    assert 1 == len(halves(training))
+    again = attempt(number=2, resume=folder.committed(training.checkpoints)[0].path)
+    wait_for(again, Word.NUM_COMMITTED, 1)
+    assert again.steps()[0] > before[0]
+    assert [] == left_behind(again)
+
+
+def halves(attempt):
+    return [name for name in names(attempt.checkpoints) if name.startswith((protocol.TEMPORARY, protocol.REMOVED))]
 
 
 @pytest.fixture

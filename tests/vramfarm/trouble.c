@@ -146,6 +146,15 @@ int fsync(int fd) {
     END(result == 0, "fsync", path, "", 0, NULL, 0)
 }
 
+int close(int fd) {
+    REAL(int, "close", int);
+    char path[PATH_MAX];
+    if (fd < 3 || !path_of(fd, path)) return real(fd);
+    int code = ordered("close", 0), result = real(fd);
+    if (result == 0 && code) { errno = code; return -1; }  /* as with write(2): the file is closed all the same */
+    return result;
+}
+
 int mkdir(const char *path, mode_t mode) {
     REAL(int, "mkdir", const char *, mode_t);
     if (!is_ours(path)) return real(path, mode);
