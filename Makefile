@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests wait for processes more than they compute: three at once keep two cores busy.
+PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -19,7 +21,7 @@ run: install
 
 test: install
 	@mkdir -p build && rm -rf build/pytest-cache build/test-exit
-	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests || { echo $$? >build/test-exit; exit 1; }
+	@$(ENGINE) $(PYTEST) tests || { echo $$? >build/test-exit; exit 1; }
 
 # What failed in the last `make test`, one after the other: a fault fails again, a machine too busy for a time limit does not.
 test-failed: install
@@ -31,7 +33,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m runner.docs --check
-	@$(ENGINE) $(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@$(ENGINE) $(PYTEST) tests
 
 # Checkpoint engines side by side, scaled down: two ranks on the processor. On cards: benchmarks/gpu/run.sh
 bench: install

@@ -93,12 +93,12 @@ def test_a_flood_is_repeated_in_part_and_says_so(tmp_path, capfd):
     attempt = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START)
 
     teller = Teller(Job(name="job", command="train.py"), folder, around, machine="")
-    teller._before = seen = Observed(now=START, boot_id="b", life="l")
-    teller._echo(seen, History(attempts=(attempt,)))
+    teller._before = Observed(now=START, boot_id="b", life="l")
+    teller._echo(History(attempts=(attempt,)))
     written_before = capfd.readouterr().err
     with printed.open("a") as file:
         file.writelines(f"step {number}\n" for number in range(1000))
-    teller._echo(seen, History(attempts=(attempt,)))
+    teller._echo(History(attempts=(attempt,)))
     told = capfd.readouterr().err.splitlines()
 
     assert "  | long ago\n" == written_before

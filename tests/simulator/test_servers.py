@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.supervise.process import find
+from runner.supervise.process import find, identify, kill
 from tests.farmhouse import Farmhouse, open_farm, wait_until
 
 
@@ -229,8 +229,7 @@ def test_a_container_whose_every_process_is_killed_is_started_again(house: Farmh
     victims = wait_until(lambda: find("VRAMFARM_SERVER_ID", server))
     pid_1 = json.loads((house.disk(server).parent / "pid.json").read_text())["pid"]
 
-    for pid in (pid_1, *(victim.pid for victim in victims)):
-        os.kill(pid, 9)
+    kill([identify(pid_1), *victims], signal.SIGKILL)  # some end with the first
 
     house.wait(server, lambda now: now["container"]["restart_count"] == 1)
     events = json.loads(house.call("GET", f"/servers/{server}/events").body)["events"]
