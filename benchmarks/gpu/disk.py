@@ -1,7 +1,7 @@
 """
-What the disk gives to two writers and two readers at once, and what our shard writer makes of it. No torch, no card.
+What the disk gives to as many writers and readers at once as there are cards, and what our shard writer makes of it. No torch, no card.
 
-    python benchmarks/gpu/disk.py FOLDER [--gb 2] [--rounds 3] [--limit-s 50]
+    python benchmarks/gpu/disk.py FOLDER [--writers 2] [--gb 2] [--rounds 3] [--limit-s 50]
 
 In turns, in one run: direct writes of plain memory with 1 to 16 pieces in flight, the same of a memory file, as the
 saver has it, our writer (checksums, fsync) with 4 and more pieces in flight; then direct reads. Also how fast one
@@ -19,13 +19,13 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+import page
 
+sys.path.append(str(page.ROOT))
 from benchmarks.raw import PIECE, direct, get, put
 from vramfarm import memory as arenas
 from vramfarm import writing
 
-WRITERS = 2
 DIRECT = os.O_DIRECT  # 0 where the filesystem has none
 
 
@@ -92,8 +92,8 @@ def main():
     DIRECT = direct(folder)
     size = int(arguments.gb * 1e9) // PIECE * PIECE
     context = multiprocessing.get_context("fork")
-    barrier, answers = context.Barrier(WRITERS), context.Queue()
-    orders = [context.Queue() for _ in range(WRITERS)]
+    barrier, answers = context.Barrier(arguments.writers), context.Queue()
+    orders = [context.Queue() for _ in range(arguments.writers)]
     workers = [
         context.Process(
             target=work,
@@ -101,7 +101,7 @@ def main():
             kwargs={"orders": orders[n], "barrier": barrier, "answers": answers},
             daemon=True,
         )
-        for n in range(WRITERS)
+        for n in range(arguments.writers)
     ]
     for worker in workers:
         worker.start()
@@ -121,12 +121,12 @@ def main():
         queue.put(None)
     for worker in workers:
         worker.join(20)
-    write(folder, arguments, found, sums, WRITERS * size)
+    write(folder, arguments, found, sums, arguments.writers * size)
 
 
 def write(folder, arguments, found, sums, size):
     text = [
-        f"{WRITERS} at once, {size / 1e9:.1f} GB together, {os.cpu_count()} cores; one thread sums {statistics.mean(sums) / 1e9:.2f} GB/s",
+        f"{arguments.writers} at once, {size / 1e9:.1f} GB together, {os.cpu_count()} cores; one thread sums {statistics.mean(sums) / 1e9:.2f} GB/s",
         "",
         "| | pieces of 8 MiB in flight, each | s, median (range) | GB/s |",
         "|---|---|---|---|",
@@ -146,6 +146,7 @@ def write(folder, arguments, found, sums, size):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
+    parser.add_argument("--writers", type=int, default=page.num_ranks())
     parser.add_argument("--gb", type=float, default=2, help="of each writer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=50)

@@ -13,8 +13,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 MARK = "BENCHMARK_LAUNCH"  # whatever a launch starts carries it
-LARGE = "--layers 8 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 24 --global-batch 48"
-SMALL = "--layers 2 --hidden 128 --vocabulary 512 --sequence 64 --per-card 4 --global-batch 8"
+LARGE = "--layers 8 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 24"
+SMALL = "--layers 2 --hidden 128 --vocabulary 512 --sequence 64 --per-card 4"
+
+
+def size_of(text, ranks):
+    """The options of train.py, with a global batch of one micro-batch for each rank where none is told."""
+    words = text.split()
+    if "--global-batch" in words:
+        return words
+    return [*words, "--global-batch", str(ranks * int(words[words.index("--per-card") + 1]))]
 
 
 def has_cards():

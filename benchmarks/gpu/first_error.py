@@ -194,7 +194,7 @@ def main() -> int:
     }  # fmt: skip
     folder = args.folder.resolve() / "errors"
     end_with((Env.RUN, folder / name) for name in CASES)
-    at_once = args.at_once or max(1, (os.cpu_count() or 2) // 2 if on_cards else 2)
+    at_once = args.at_once or max(1, (os.cpu_count() or 2) // page.num_ranks() if on_cards else 2)
 
     def one(item):
         name, case = item

@@ -1,7 +1,7 @@
 """
 Kill -9 in the middle of training and of a save: how long until the next step, what is lost, is the loss the same?
 
-    python benchmarks/gpu/kill.py FOLDER [--limit-s 130] [--steps 110] [--size "--layers 12 --hidden 1024 …"]
+    python benchmarks/gpu/kill.py FOLDER [--limit-s 130] [--steps 110] [--size "--layers 12 --hidden 1024 --per-card 24 …"]
 
 A reference trains undisturbed. Then the runner trains the same, and three times something is killed: one rank between
 two saves, one rank while its state is being staged, all ranks when all is staged and nothing is on the disk yet.
@@ -18,10 +18,12 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
-from drive import HERE, LARGE, SMALL, end, finish, has_cards, launch, lines, runner_python, tail, torchrun
+import page
+from drive import HERE, LARGE, SMALL, end, finish, has_cards, launch, lines, runner_python, size_of, tail, torchrun
 
 from vramfarm.protocol import Arena, ControlPage, Phase, Slot, Word
 
+RANKS = page.num_ranks()
 PARTS = (
     "launcher ended",
     "cleaned up",
@@ -53,7 +55,7 @@ class Run:
             "workdir": str(HERE),
             "python": sys.executable,
             "framework": "vramfarm",
-            "cpu_processes": 2,
+            "cpu_processes": RANKS,
             "checkpoint": {"save_interval": interval, "keep_last": 2},
             "preflight": {"comm_test": False},
             "restart": {"initial_delay": "0s", "max_restarts_without_progress": 5},
@@ -111,8 +113,8 @@ def while_staging(run, page):
 
 def when_staged(run, page):
     run.until(lambda: page[Word.SAVING_STEP], 0.001)
-    run.until(lambda: all(page.get(rank, Slot.ARENA_STATE) == Arena.READY for rank in (0, 1)), 0)
-    return [0, 1]
+    run.until(lambda: all(page.get(rank, Slot.ARENA_STATE) == Arena.READY for rank in range(RANKS)), 0)
+    return list(range(RANKS))
 
 
 KILLS = {
@@ -152,7 +154,7 @@ def broken_down(run, attempt, found):
         _seconds(run.journal("launched")[attempt]["at"]),
     ]
     names = ("process", "torch", "fsdp", "imported", "joined", "built", "restored")
-    moments += [max(run.events(name, rank)[attempt]["at"] for rank in (0, 1)) for name in names]
+    moments += [max(run.events(name, rank)[attempt]["at"] for rank in range(RANKS)) for name in names]
     moments.append(first["at"])
     found["parts"] = dict(zip(PARTS, (b - a for a, b in pairwise(moments)), strict=True))
     found["total_s"] = moments[-1] - moments[0]
@@ -195,9 +197,9 @@ def main():
     def say(text):
         print(f"{time.monotonic() - began:6.1f} {text}", flush=True)
 
-    size = [*arguments.size.split(), "--steps", str(arguments.steps)]
+    size = [*size_of(arguments.size, RANKS), "--steps", str(arguments.steps)]
     reference = [*size, "--out", str(folder / "reference"), "--dir", str(folder / "saves"), "--interval", "24h"]
-    code = finish(launch(torchrun(2, "train.py", reference), folder / "reference.log"), arguments.limit_s / 2)
+    code = finish(launch(torchrun(RANKS, "train.py", reference), folder / "reference.log"), arguments.limit_s / 2)
     shutil.rmtree(folder / "saves", ignore_errors=True)
     there = lines(folder / "reference/curve.jsonl")
     if code or len(there) != arguments.steps:
@@ -205,7 +207,7 @@ def main():
         say(tail(folder / "reference.log"))
     say(f"reference: {len(there)} steps, {_step_s(there):.3f} s each, exit {code}")
 
-    run = Run(folder, deadline - 12, arguments.steps, arguments.size, arguments.interval)
+    run = Run(folder, deadline - 12, arguments.steps, " ".join(size_of(arguments.size, RANKS)), arguments.interval)
     try:
         for attempt, (name, wait) in enumerate(KILLS.items(), 1):
             found = kill(run, attempt, wait)

@@ -1,7 +1,7 @@
 """
-One training on two cards, then on one, then on two again: the same weights, the same batches, each sample once.
+One training on all cards, then on half of them, then on all again: the same weights, the same batches, each sample once.
 
-    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 12] [--size "--layers 8 --hidden 1024 …"]
+    python benchmarks/gpu/resume.py FOLDER [--limit-s 90] [--steps 12] [--size "--layers 8 --hidden 1024 --per-card 16 …"]
 
 Each part trains as many steps, saves its end and is gone; the next one goes on from there. Compared are checksums of
 every whole tensor as it is in the training before and after the change, and in the checkpoint between them.
@@ -15,16 +15,18 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from drive import SMALL, finish_ranks, has_cards, launch_ranks, lines, tail
+import page
+from drive import SMALL, finish_ranks, has_cards, launch_ranks, lines, size_of, tail
 
-RANKS = (2, 1, 2)
-LARGE = "--layers 4 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 16 --global-batch 32"
+MOST = page.num_ranks()
+RANKS = (MOST, 1 if MOST % 2 else MOST // 2, MOST)
+LARGE = "--layers 4 --hidden 1024 --vocabulary 8192 --sequence 1024 --per-card 16"
 
 
 def train(folder, part, arguments, limit_s):
     """One part of the training; its exit code."""
     options = [
-        *arguments.size.split(),
+        *size_of(arguments.size, MOST),
         *("--out", str(folder / f"part-{part}")),
         *("--steps", str(arguments.steps * (part + 1))),
         *("--dir", str(folder / "checkpoints"), "--interval", "24h", "--digest", "--quit"),
@@ -72,7 +74,8 @@ def left_out(taken, arguments):
     """The places of the epoch's order up to where the training is: which of them no step has taken."""
     from vramfarm.data import GlobalBatches, World
 
-    size = dict(zip(arguments.size.split()[::2], arguments.size.split()[1::2], strict=True))
+    words = size_of(arguments.size, MOST)
+    size = dict(zip(words[::2], words[1::2], strict=True))
     whole = GlobalBatches(
         arguments.samples, int(size["--global-batch"]), World(0, 1), shuffle=True, seed=7, drop_last=True
     )

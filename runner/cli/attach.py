@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.cli.runs import find_in_store, find_run, is_alive
-from runner.cli.screen import View, screen
+from runner.cli.screen import BEGINS, View, screen
 from runner.cli.status import read_status
 from runner.errors import JobError
 from runner.probes.cards import CardUse, read_cards
@@ -120,6 +120,9 @@ class _Log:
     def read(self) -> deque[Line]:
         newest = max(self._logs.glob("attempt-*"), default=None)
         if newest is not None and newest != self._folder:
+            if self._follower is not None:  # the last words of the one before, which often say why it ended
+                self._lines.extend((*self._follower.read(), *self._follower.finish()))
+                self._lines.append(Line(-1, BEGINS, f"attempt {int(newest.name.rpartition('-')[2])}"))
             self._folder, self._follower = newest, Follower(newest)
             self._follower.skip()
             self._lines.extend(tail(newest, _FIRST_LINES))

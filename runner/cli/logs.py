@@ -94,7 +94,8 @@ def _follow(run_dir: Path, folder: Path, follower: Follower, args: argparse.Name
         _print(follower.read(), as_json=args.json)
         newest = _attempt(run_dir, args.attempt)
         if newest != folder:
-            _print(follower.finish(), as_json=args.json)
+            _print((*follower.read(), *follower.finish()), as_json=args.json)
+            sys.stderr.write(f"== {newest.name} ==\n")
             folder, follower = newest, Follower(newest, rank=args.rank)
         elif not lives:
             _print(follower.finish(), as_json=args.json)

@@ -17,6 +17,7 @@ from runner.probes.cards import CardUse
 from runner.supervise.logs import Line
 from runner.words import size, span
 
+BEGINS: Final = "attempt"  # the stream of a line that nobody printed: an attempt begins here
 _KEYS: Final = "q detach (the run goes on)  0-9 one rank  l launcher  a all ranks  space hold"
 _BAR: Final = 24
 _MIN_LOG_LINES: Final = 3
@@ -187,5 +188,11 @@ def _filter(view: View) -> str:
 
 
 def _log(view: View, room: int) -> list[str]:
-    chosen = [line for line in view.lines if view.rank is None or line.rank == view.rank]
-    return [f"{'launcher' if line.rank < 0 else line.rank} | {line.text}" for line in chosen[-room:]]
+    chosen = [line for line in view.lines if view.rank is None or line.rank == view.rank or line.stream == BEGINS]
+    return [_log_line(line) for line in chosen[-room:]]
+
+
+def _log_line(line: Line) -> str:
+    if line.stream == BEGINS:
+        return f"== {line.text} =="
+    return f"{'launcher' if line.rank < 0 else line.rank} | {line.text}"

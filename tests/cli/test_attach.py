@@ -193,6 +193,12 @@ def test_attach_shows_the_run_follows_its_log_and_leaves_on_q(run_dir: Path):
         with (run_dir / "logs" / "attempt-0001" / "launcher.log").open("a") as log:
             log.write("a line that comes later\n")
         _read_until(master, b"a line that comes later")
+        with (run_dir / "logs" / "attempt-0001" / "launcher.log").open("a") as log:
+            log.write("its last words\n")
+        (run_dir / "logs" / "attempt-0002").mkdir()
+        (run_dir / "logs" / "attempt-0002" / "launcher.log").write_text("torchrun again\n")
+        seen = _read_until(master, b"torchrun again")
+        assert seen.index(b"its last words") < seen.index(b"== attempt 2 ==") < seen.index(b"torchrun again")
 
         os.write(master, b"q")
 

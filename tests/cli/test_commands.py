@@ -868,14 +868,14 @@ def test_logs_of_the_last_attempt(tmp_path, cli):
 
 def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
     """
-    New lines come as they are written, those of the next attempt too.
+    New lines come as they are written, those of the next attempt too, which is told beside them.
     """
     run_dir = write_run(tmp_path / "llama")
     path = write_log(run_dir, 1, 0, "old")
     lock = (run_dir / "lock").open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)
     argv = [sys.executable, "-m", "runner", "logs", "-f", str(run_dir)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as follower:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
         assert "rank 0: old\n" == follower.stdout.readline()
         with path.open("a") as file:
             file.write("new\n")
@@ -884,6 +884,7 @@ def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
         assert "rank 0: again\n" == follower.stdout.readline()
         lock.close()
         assert 0 == follower.wait(timeout=30)
+        assert "== attempt-0002 ==\n" == follower.stderr.read()
 
 
 @pytest.mark.parametrize(
