@@ -5,11 +5,12 @@ does nothing: where the next decision would need a deed, the deed is taken as do
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -17,13 +18,14 @@ from typing import Final
 from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import RunnerError
-from runner.facts import Checkpoint, Conclusion, Finished, History, Observed, Running, TaskKind
+from runner.facts import Checkpoint, Conclusion, Finished, History, Machine, Observed, Running, TaskKind
 from runner.folder import RunFolder
 from runner.job import Job
 from runner.policy.actions import Accept, Action, Begin, Conclude, Discard, End, GoOn, Launch, Prune, RecordExit, Wait
 from runner.policy.batch import tell_batch
+from runner.policy.ledger import parse, sum_up
 from runner.policy.lifecycle import decide
-from runner.policy.limits import deadline
+from runner.policy.limits import ends
 from runner.results import parse_conclusion
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
@@ -53,56 +55,72 @@ def foresee(loaded: LoadedJob, num_procs: int, *, ask_store: bool) -> Iterator[s
     if last is not None and last.ending is None and attempts.live(last.id):
         yield f"attempt {last.number} is still training without its runner: `run` goes on watching it"
         return
-    seen, problem = _look(job, folder, history, num_procs, ask_store=ask_store)
+    there, problem = _ask_store(job, ask_store=ask_store)
     if problem:
         yield problem
-    yield from _decide(job, history, seen)
+    if not history.machine and there.ledger:  # `run` joins with its first look into the store
+        history = replace(history, earlier=sum_up(there.ledger, but=""))
+    yield from _decide(job, history, _look(job, folder, history, num_procs, there))
 
 
-def _look(job: Job, folder: RunFolder, history: History, num_procs: int, *, ask_store: bool) -> tuple[Observed, str]:
+def _look(job: Job, folder: RunFolder, history: History, num_procs: int, there: _Store) -> Observed:
     now = datetime.now(UTC)
     shelf = CheckpointDir(Path(job.checkpoint.dir), Disk()).look()
-    offsite, conclusion, problem = _ask_store(job, ask_store=ask_store)
+    until, why = min(ends(job.limits, history.opened_at or now, None, history.earlier))
     seen = Observed(
         now=now,
         boot_id=_boot_id(),
         life=uuid.uuid4().hex,
         local=shelf.committed,
         leftovers=shelf.leftovers,
-        offsite=offsite,
-        concluded_elsewhere=conclusion,
+        offsite=there.checkpoints,
+        concluded_elsewhere=there.conclusion,
+        machine=history.machine,
+        ledger=there.ledger,
         num_procs=num_procs,
         global_batch=job.batch.global_ if job.batch else 0,
         set_up=True,
         stop_requested=folder.stop.exists(),
-        deadline_at=deadline(job.limits, history.opened_at or now, None),
+        deadline_at=until,
+        deadline_why=why,
         # what is uploaded and tidied beside the run decides nothing of it
         tasks=dict.fromkeys((TaskKind.UPLOAD, TaskKind.TIDY), Running(subject="", started_at=now, moved_at=_FAR)),
     )
     if history.attempts and history.attempts[-1].ending is None:
         at = folder.attempt(history.attempts[-1].number)
         seen = replace(seen, exit=attempts.read_exit(at), end=attempts.read_end(at))
-    return seen, problem
+    return seen
 
 
-def _ask_store(job: Job, *, ask_store: bool) -> tuple[tuple[Checkpoint, ...] | None, Conclusion | None, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Store:
+    """What the store says of the run; None: there is no store."""
+
+    checkpoints: tuple[Checkpoint, ...] | None = ()
+    conclusion: Conclusion | None = None
+    ledger: tuple[Machine, ...] | None = ()
+
+
+def _ask_store(job: Job, *, ask_store: bool) -> tuple[_Store, str]:
     """Where it cannot be asked it is taken for empty, which is said."""
     if job.offload.to is None:
-        return None, None, ""
+        return _Store(checkpoints=None, ledger=None), ""
     if not ask_store:
-        return (
-            (),
-            None,
-            f"the store {job.offload.to}/{job.name} was not asked; a newer checkpoint there would be restored",
-        )
+        where = f"{job.offload.to}/{job.name}"
+        return _Store(), f"the store {where} was not asked; a newer checkpoint there would be restored"
     from runner.storage.offsite import open_store, transfer  # noqa: PLC0415  # slow
 
     try:
-        survey = transfer.survey(open_store(job.offload, os.environ), job.name)
+        store = open_store(job.offload, os.environ)
+        survey, raw = transfer.survey(store, job.name), store.get(f"{job.name}/ledger.json", limit_bytes=16 << 20)
     except RunnerError as error:
         first = str(error).splitlines()[0]
-        return (), None, f"the store cannot be asked from here ({first}); a newer checkpoint there would be restored"
-    return survey.checkpoints, parse_conclusion(survey.outcome) if survey.outcome else None, ""
+        return _Store(), f"the store cannot be asked from here ({first}); a newer checkpoint there would be restored"
+    machines: tuple[Machine, ...] = ()
+    with suppress(ValueError, RecursionError):
+        machines = parse(json.loads(raw or b"{}"))
+    over = parse_conclusion(survey.outcome) if survey.outcome else None
+    return _Store(checkpoints=survey.checkpoints, conclusion=over, ledger=machines), ""
 
 
 def _decide(job: Job, history: History, seen: Observed) -> Iterator[str]:

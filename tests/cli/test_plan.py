@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from runner.facts import Attempt, Conclusion, Ending, Exit, Outcome
+from runner.facts import Attempt, Conclusion, Ending, Exit, Machine, Outcome
+from runner.policy.ledger import dump
+from runner.results import dump_conclusion
 from runner.storage import journal as events
 from runner.storage.disk import Disk
 from runner.storage.journal import Journal
@@ -335,6 +337,34 @@ def test_what_only_the_store_has_would_be_restored(answer, job, tmp_path):
     ] == answer("--config", path)["next"][:2]
     guess = answer("--config", path, "--offline")["next"]
     assert guess[0].endswith("was not asked; a newer checkpoint there would be restored")
+
+
+@pytest.mark.parametrize(
+    ("number", "limits", "expected"),
+    [
+        pytest.param(1, {}, "conclude stopped: asked to stop (on an earlier machine)", id="it is over there"),
+        pytest.param(2, {}, "open the run again", id="it trained after that end"),
+        pytest.param(
+            2, {"max_duration": "1h"}, "conclude limit: limits.max_duration is reached", id="its time is used"
+        ),
+    ],
+)
+def test_what_other_machines_did_counts(answer, job, tmp_path, number, limits, expected):  # noqa: PLR0917
+    """
+    An end that was one only until the next attempt is none; their attempts and their time count as in `run`.
+    """
+    begun = NOW - timedelta(hours=2)
+    trained = Attempt(number=number, id="a", resume=None, lineage=0, boot_id="b", launched_at=begun)
+    machine = Machine(id="m", opened_at=begun, paid_from=begun, seen_at=NOW, attempts=(trained,))
+    over = Conclusion(outcome=Outcome.STOPPED, reason="asked to stop", at=NOW)
+    write_checkpoint(tmp_path / "store" / "night" / "checkpoints", 700)
+    for name, fields in (("ledger.json", dump((machine,))), ("outcome.json", dump_conclusion(over, attempt=1))):
+        (tmp_path / "store" / "night" / name).write_text(json.dumps(fields))
+
+    told = answer("--config", job(offload={"to": f"file://{tmp_path}/store"}, limits=limits))["next"]
+
+    assert any(line.startswith(expected) for line in told), told
+    assert ("launch attempt 3" in " ".join(told)) == (not limits and number > 1)
 
 
 def test_a_run_that_is_over_trains_nothing(answer, job, ran):
