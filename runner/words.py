@@ -336,14 +336,18 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if isinstance(state, Finished) and (line := _done(kind, state)):
             yield line
         if isinstance(state, Failed):
-            if state.final and state.failures > 1:
-                continue  # said with the first one
+            if state.failures > 1 and (state.final or not _is_power_of_two(state.failures)):
+                continue  # said with the first one; a night of them is a dozen lines
             again = f" (failure {state.failures}; it is tried again)"
             if state.final or kind is TaskKind.PREFLIGHT:
                 every = span(REFUSED_AGAIN.total_seconds())
                 again = f" (training goes on; it is tried again every {every})" if _is_retried(kind, after) else ""
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _is_retried(kind: TaskKind, seen: Observed) -> bool:

@@ -169,6 +169,19 @@ def test_a_refusal_of_the_store_is_said_once_with_the_cure():
     assert [] == list(changes(after, later))
 
 
+def test_an_outage_of_the_store_is_told_ever_more_rarely():
+    """
+    It is asked every 15 s: two hours of that are nine lines.
+    """
+    away = Failed(subject="of the run", at=NOW, error="no answer", final=False, failures=1)
+    looks = [replace(SEEN, tasks={TaskKind.LEASE: replace(away, failures=count)}) for count in range(1, 481)]
+    told = [line for a, b in itertools.pairwise([SEEN, *looks]) for line in changes(a, b)]
+
+    assert [f"(failure {2**n}; it is tried again)" for n in range(9)] == [
+        line.partition("no answer ")[2] for line in told
+    ]
+
+
 def test_a_disk_that_stays_full_is_told_ever_more_rarely():
     """
     The first time, then after twice as many; a new reason at once. `status` has it all the while.

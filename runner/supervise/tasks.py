@@ -131,16 +131,17 @@ class TaskBoard:
         if "result" in task.last:
             self._failures.pop((kind, subject), None)
             return Finished(subject=subject, at=now, result=_as_mapping(task.last["result"]))
-        before = self._failures.get((kind, subject))
+        before, is_final = self._failures.get((kind, subject)), bool(task.last.get("final", False))
+        is_same = before is not None and before.final == is_final  # a refusal after an outage is the first one
         failed = Failed(
             subject=subject,
             at=now,
             error=str(task.last["error"]) if task.last else _died(kind, code, task.error_tail()),
-            final=bool(task.last.get("final", False)),
+            final=is_final,
             hint=str(task.last.get("hint", "")),
             damaged=bool(task.last.get("damaged", False)),
             exit_code=int(task.last.get("exit_code", 1)),
-            failures=1 + (before.failures if before else 0),
+            failures=1 + (before.failures if before and is_same else 0),
             since=before.since if before else now,
         )
         self._failures[kind, subject] = failed

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.facts import Checkpoint, History, Observed, Server
+from runner.facts import Checkpoint, Failed, History, Observed, Server
 from runner.job import Limits
 from runner.policy.limits import deadline, limit_at, next_time, reserve
 from runner.policy.resume import Fetch, From, plan_resume
 from runner.policy.retention import plan_retention
+from runner.policy.slow import retry_at
 from tests.simworld import START
 from vramfarm.protocol import Ref
 
@@ -142,3 +143,15 @@ def test_a_short_limit_still_trains():
 
     assert timedelta(seconds=15) == reserve(history, seen)
     assert START + timedelta(seconds=45) == limit_at(history, seen)
+
+
+def test_a_store_that_is_back_is_noticed_within_a_quarter_of_a_minute():
+    """
+    However long it was away: until then nothing is safe, and a job that is over pays for an idle machine.
+    """
+
+    def wait(failures):
+        failed = Failed(subject="of the run", at=START, error="no answer", final=False, failures=failures)
+        return (retry_at(failed) - START).total_seconds()
+
+    assert [2, 4, 8, 15, 15] == [wait(failures) for failures in (1, 2, 3, 4, 10_000)]

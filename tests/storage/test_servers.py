@@ -190,6 +190,7 @@ def test_a_server_with_a_ca_of_its_own(s3_offload, s3server, certificate):
         store.put("job/x", b"x")
 
         assert (True, True) == (caught.value.final, "AWS_CA_BUNDLE" in caught.value.hint)
+        assert "certificate verify failed: its certificate is not trusted" in str(caught.value)
         assert b"x" == store.get("job/x")
 
 
@@ -208,6 +209,9 @@ class _Role(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.num_given += 1
+        if self.server.failing:
+            self.send_error(503)
+            return
         soon = datetime.now(UTC) + timedelta(seconds=self.server.valid_s)
         fields = {
             "AccessKeyId": self.server.key[0],
@@ -228,7 +232,7 @@ class _Role(BaseHTTPRequestHandler):
 @pytest.fixture
 def role(s3server, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), _Role) as server:
-        server.num_given, server.valid_s = 0, 300
+        server.num_given, server.valid_s, server.failing = 0, 300, False
         server.key = s3server.env["AWS_ACCESS_KEY_ID"], s3server.env["AWS_SECRET_ACCESS_KEY"]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/")
@@ -251,6 +255,35 @@ def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3
 
 
 # ------------------------------------------------------------------------------------- consistency
+
+
+def test_a_role_that_does_not_answer_is_asked_again(role, s3_offload):
+    """
+    The place where credentials come from may be away for a moment: no reason to give the store up.
+    """
+    role.failing = True
+    with pytest.raises(OffsiteError, match="role") as caught:
+        S3Store(s3_offload, {}).put("job/x", b"x")
+    role.failing = False
+
+    S3Store(s3_offload, {}).put("job/x", b"x")
+
+    assert (False, True) == (caught.value.final, "role" in caught.value.hint)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://user:hunter2@127.0.0.1:1"])
+def test_who_does_not_answer_is_named_once(address):
+    """
+    What was asked for, who did not answer, and why, in one line; never a password.
+    """
+    store = S3Store(
+        OffloadPolicy(to="s3://bucket/x", endpoint=address), {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    )
+
+    with pytest.raises(OffsiteError) as caught:
+        store.head("job/y")
+
+    assert "s3://bucket/x/job/y: no answer from 127.0.0.1:1: connection refused" == str(caught.value)
 
 
 def test_a_store_that_is_late_is_waited_for(directory, tmp_path):

@@ -60,14 +60,17 @@ def test_progress_is_seen_while_it_runs(board):
 
 def test_failures_of_a_subject_are_counted_in_a_row(board):
     """
-    A failure carries the number and the beginning of its row; a success, or another subject, begins anew.
+    A failure carries the number and the beginning of its row; a success, or another subject, begins anew. A refusal
+    after an outage is the first one, and is said.
     """
     later = NOW + timedelta(minutes=5)
     fail, succeed = "say(error='503', hint='wait', final=False)", "say(result={})"
+    refuse = "say(error='403', hint='check the key', final=True)"
     counts = []
     for code, subject, now in (
         (fail, "a", NOW),
         (fail, "a", later),
+        (refuse, "a", later),
         (fail, "b", later),
         (succeed, "a", later),
         (fail, "a", later),
@@ -76,7 +79,7 @@ def test_failures_of_a_subject_are_counted_in_a_row(board):
         told = ended(board, now)
         counts.append((told.failures, told.since) if isinstance(told, Failed) else None)
 
-    assert [(1, NOW), (2, NOW), (1, later), None, (1, later)] == counts
+    assert [(1, NOW), (2, NOW), (1, NOW), (1, later), None, (1, later)] == counts
 
 
 def test_a_final_error_is_passed_on(board):

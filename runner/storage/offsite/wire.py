@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import io
 import os
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
+from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
+    ConnectTimeoutError,
+    CredentialRetrievalError,
     HTTPClientError,
     IncompleteReadError,
+    MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
+    ReadTimeoutError,
     SSLError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
@@ -66,8 +73,14 @@ _HINTS: Final[Mapping[str, str]] = {
     "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",
     "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
 }
-_UNREACHABLE: Final = "check offload.endpoint and the network; it is tried again"
+_UNREACHABLE: Final = "check offload.endpoint and the network"
+_NO_ROLE: Final = "the credentials of this machine's role did not come: does it still have one?"
 _DAMAGED: Final = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
+_SHORT: Final[Mapping[type[Exception], str]] = {
+    ConnectTimeoutError: "no connection in time",
+    ReadTimeoutError: "nothing came in time",
+    ConnectionClosedError: "the connection was closed",
+}
 _PASSING: Final = _DAMAGED | {"RequestTimeout", "NoSuchUpload", "NoSuchKey"}
 _PASSING_STATUS: Final = frozenset({404, 408, 409, 412, 425, 429})
 _MAX_SAID: Final = 300
@@ -233,6 +246,8 @@ def plain_words(where: str) -> Iterator[None]:
         raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True) from error
     except NO_ANSWER as error:
         raise _unanswered(where, error) from error
+    except (CredentialRetrievalError, MetadataRetrievalError) as error:
+        raise OffsiteError(f"{where}: {error}", hint=_NO_ROLE, final=False) from error
     except BotoCoreError as error:
         raise OffsiteError(f"{where}: {error}", hint="check offload in job.yaml", final=True) from error
 
@@ -256,9 +271,30 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:
-    untrusted = isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error)
-    if untrusted:
+    what = f"{where}: no answer{_from(getattr(error, 'kwargs', {}))}: {_why(error)}"
+    if not isinstance(error, SSLError):
+        return OffsiteError(what, hint=_UNREACHABLE, final=False)
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "a server with a CA of its own: put the CA's certificate into a file, name it in AWS_CA_BUNDLE; is the clock right?"
-        return OffsiteError(f"{where}: its certificate is not trusted: {error}", hint=hint, final=True)
-    hint = "check offload.endpoint: is it https there, or http?" if isinstance(error, SSLError) else _UNREACHABLE
-    return OffsiteError(f"{where}: no answer: {error}", hint=hint, final=False)
+        return OffsiteError(f"{what}: its certificate is not trusted", hint=hint, final=True)
+    return OffsiteError(what, hint="check offload.endpoint: is it https there, or http?", final=False)
+
+
+def _from(told: Mapping[str, Any]) -> str:
+    """Of an address its host: there may be a password before it."""
+    proxy, server = (urlsplit(told.get(name, "")).netloc.rpartition("@")[2] for name in ("proxy_url", "endpoint_url"))
+    return f" from the proxy {proxy}" if proxy else f" from {server}" if server else ""
+
+
+def _why(error: Exception) -> str:
+    """In a few words: botocore repeats the whole address, urllib3 names its own objects."""
+    if type(error) in _SHORT:
+        return _SHORT[type(error)]
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and cause.reason:
+            return cause.reason.replace("_", " ").lower()
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror.lower()
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
