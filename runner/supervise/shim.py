@@ -31,6 +31,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _PIECE_BYTES = 8 << 20
 _READERS = 4  # more in flight do not make a disk faster
 _POLITE = 10  # niceness: imports of torch come first
+_WINDOW_BYTES = 2 << 20  # what the kernel fetches at a time when it is told what will be needed
 _CGROUPS = (  # of this container, by version 2 and 1: what counts, and the limit
     ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory.max"),
     ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -94,7 +95,10 @@ def _read_ahead(checkpoint: str) -> None:
     Bring a checkpoint into the page cache while launcher, torch and cards come up, when the disk has nothing else to do.
 
     At most half of the memory. The first rank that opens the shards locks them, and reads the rest itself, past the cache.
+    With less than two cores a rank it is left to them: what the disk gives earlier, importing torch loses.
     """
+    if len(os.sched_getaffinity(0)) < 2 * int(os.environ.get("VRAMFARM_WORLD_SIZE") or "1"):
+        return
     pieces: deque[tuple[int, int]] = deque()
     fds: list[int] = []
     with suppress(OSError):
@@ -115,9 +119,9 @@ def _read_ahead(checkpoint: str) -> None:
 
 
 def _read(pieces: deque[tuple[int, int]]) -> None:
-    with suppress(OSError, IndexError, MemoryError):
+    """The kernel fetches, we only wait for it: copying the bytes costs imports of torch up to a second of a core a GB."""
+    with suppress(OSError, IndexError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE)
-        scratch = bytearray(_PIECE_BYTES)
         while True:
             fd, at = pieces.popleft()
             try:
@@ -126,7 +130,9 @@ def _read(pieces: deque[tuple[int, int]]) -> None:
                 pieces.clear()  # a rank is there
                 return
             fcntl.flock(fd, fcntl.LOCK_UN)
-            os.preadv(fd, [scratch], at)
+            os.posix_fadvise(fd, at, _PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+            for end in range(at + _WINDOW_BYTES, at + _PIECE_BYTES + 1, _WINDOW_BYTES):
+                os.pread(fd, 1, end - 1)
 
 
 def _memory() -> int:

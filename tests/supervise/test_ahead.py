@@ -43,11 +43,11 @@ def cached_bytes(path):
 
 
 @contextmanager
-def attempt(tmp_path, resume):
+def attempt(tmp_path, resume, ranks=1):
     """A shim whose launcher takes its time."""
     folder = tmp_path / "attempt"
     folder.mkdir()
-    env = dict(os.environ) | {"VRAMFARM_RESUME": str(resume)}
+    env = dict(os.environ) | {"VRAMFARM_RESUME": str(resume), "VRAMFARM_WORLD_SIZE": str(ranks)}
     with subprocess.Popen([sys.executable, "-I", SHIM, folder, "sleep", "60"], env=env) as shim:
         yield shim
         subprocess.run(["pkill", "-KILL", "-P", str(shim.pid)], check=False)
@@ -86,6 +86,17 @@ def test_it_is_left_to_the_rank_that_has_opened_it(tmp_path, shard):
             time.sleep(2)
 
             assert True is (cached_bytes(shard) < SIZE / 2)
+
+
+def test_few_cores_are_left_to_the_ranks(tmp_path, shard):
+    """
+    Where all cores import torch, whatever is read meanwhile delays just that.
+    """
+    with attempt(tmp_path, shard.parent, ranks=len(os.sched_getaffinity(0))):
+        until((tmp_path / "attempt" / "shim.json").exists)
+        time.sleep(2)
+
+        assert True is (cached_bytes(shard) < SIZE / 2)
 
 
 @pytest.mark.parametrize("resume", ["none", "/nowhere/at/all"])
