@@ -167,6 +167,8 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
+    """Nothing to do now. `until`: an attempt failed, and the next one may begin then."""
+
     until: datetime | None = None
 
 

@@ -26,7 +26,7 @@ from runner.policy.ledger import is_void, sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import DISK_FULL, GiveUp, Retry, Succeeded, decide_restart
 from runner.policy.resume import NEVER, Fetch, Fork, From, plan_fork, plan_resume, resume_floor, stale_copies
-from runner.policy.slow import STORE_PATIENCE, begin, end_stuck, may_write, retry_at
+from runner.policy.slow import STORE_PATIENCE, begin, end_stuck, failure_of, may_write
 from vramfarm.protocol import Ref
 
 MACHINE, CODE = "machine", "code"  # the two parts of preflight: the second waits for the set-up
@@ -35,6 +35,7 @@ PUBLISH_PATIENCE = timedelta(minutes=1)
 JOIN_PATIENCE = timedelta(seconds=90)  # the lease of a machine that vanished is watched for a minute
 # A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
+_SETUP_TRIES = 5  # two minutes of trying
 _ELSEWHERE = " (on an earlier machine)"
 
 
@@ -79,8 +80,8 @@ def _join_first(job: Job, history: History, seen: Observed) -> Action | None:
             return None
         case Running(started_at=started_at) if seen.now >= started_at + JOIN_PATIENCE:
             return None
-        case Running(started_at=started_at):
-            return Wait(started_at + JOIN_PATIENCE)
+        case Running():
+            return Wait()
         case _:
             return begin(kind, subject, seen)
 
@@ -150,14 +151,17 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
     state = seen.tasks.get(kind)
     if isinstance(state, Failed):
         if state.final:
-            return refuse(Outcome.STORE, f"{state.error}; {state.hint}" if state.hint else state.error, job, seen)
-        if not seen.local and seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            waited = STORE_PATIENCE.total_seconds() / 60
-            return refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
+            return refuse(Outcome.STORE, _with_hint(state), job, seen)
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
-        return begin(kind, subject, seen) or Wait(retry_at(state))
+        if seen.now >= (state.since or state.at) + STORE_PATIENCE:
+            waited = STORE_PATIENCE.total_seconds() / 60
+            return refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
     return begin(kind, subject, seen) or Wait()
+
+
+def _with_hint(failed: Failed) -> str:
+    return f"{failed.error}; {failed.hint}" if failed.hint else failed.error
 
 
 def _has_trained(seen: Observed) -> bool:
@@ -207,7 +211,7 @@ def _judge_machine(job: Job, seen: Observed) -> Action | None:
         return _publish_verdict(job, seen) or refuse(Outcome.REFUSED, "; ".join(seen.preflight.reasons), job, seen)
     state = seen.tasks.get(TaskKind.PREFLIGHT)
     if isinstance(state, Running) and seen.now < state.started_at + PREFLIGHT_PATIENCE:
-        return Wait(state.started_at + PREFLIGHT_PATIENCE)
+        return Wait()
     return None
 
 
@@ -217,7 +221,7 @@ def _publish_verdict(job: Job, seen: Observed) -> Action | None:
         return None
     match seen.tasks.get(TaskKind.PUBLISH):
         case Running(started_at=started_at) if seen.now < started_at + PUBLISH_PATIENCE:
-            return Wait(started_at + PUBLISH_PATIENCE)
+            return Wait()
         case Running() | Failed(subject="verdict"):
             return None
         case _:
@@ -242,17 +246,10 @@ def _stage(job: Job, seen: Observed) -> Action | None:
 def _set_up(seen: Observed) -> Action | None:
     if not seen.setup_digest or seen.set_up:
         return None
-    match seen.tasks.get(TaskKind.SETUP):
-        case Failed(subject=subject, final=True, error=error) if subject == seen.setup_digest:
-            return Conclude(Outcome.GAVE_UP, error)
-        case Failed(subject=subject, failures=failures, error=error) if (
-            subject == seen.setup_digest and failures >= 5  # noqa: PLR2004  # two minutes of trying
-        ):
-            return Conclude(Outcome.GAVE_UP, error)
-        case Failed() as failed:
-            return begin(TaskKind.SETUP, seen.setup_digest, seen) or Wait(retry_at(failed))
-        case _:
-            return begin(TaskKind.SETUP, seen.setup_digest, seen) or Wait()
+    failed = failure_of(TaskKind.SETUP, seen.setup_digest, seen)
+    if failed and (failed.final or failed.failures >= _SETUP_TRIES):
+        return Conclude(Outcome.GAVE_UP, failed.error)
+    return begin(TaskKind.SETUP, seen.setup_digest, seen) or Wait()
 
 
 def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
@@ -313,13 +310,10 @@ def _fork(job: Job, seen: Observed, plan: Fork) -> Action:
 
 def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
     """What a launch cannot do without; a store that is away is waited for."""
-    state = seen.tasks.get(kind)
-    if isinstance(state, Failed) and state.subject == subject:
-        if state.final or seen.now >= (state.since or state.at) + STORE_PATIENCE:
-            reason = f"{state.error}; {state.hint}" if state.hint else state.error
-            is_usage = state.exit_code == WRONG_JOB
-            return refuse_job(reason, job, seen) if is_usage else refuse(Outcome.STORE, reason, job, seen)
-        return begin(kind, subject, seen) or Wait(retry_at(state))
+    state, failed = seen.tasks.get(kind), failure_of(kind, subject, seen)
+    if failed and (failed.final or seen.now >= (failed.since or failed.at) + STORE_PATIENCE):
+        reason, is_usage = _with_hint(failed), failed.exit_code == WRONG_JOB
+        return refuse_job(reason, job, seen) if is_usage else refuse(Outcome.STORE, reason, job, seen)
     if isinstance(state, Finished) and state.subject == subject:
         return Begin(kind, subject)  # it came and is gone again: removed by hand, or set aside since
     return begin(kind, subject, seen) or Wait()

@@ -7,7 +7,7 @@ from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Obse
 from runner.job import AtEnd, Job
 from runner.policy.actions import EXIT_CODES, LOCKED, WRONG_JOB, Action, End, Leave, Wait
 from runner.policy.house import newest_unsafe, set_aside, tidy
-from runner.policy.slow import STORE_PATIENCE, WRITERS, begin, end_stuck, is_stuck, may_write, retry_at
+from runner.policy.slow import STORE_PATIENCE, WRITERS, begin, end_stuck, failure_of, is_stuck, may_write
 
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
@@ -131,10 +131,9 @@ def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, want
         return end_stuck(seen) if seen.now < _patience_ends(history.conclusion, seen) else None
     if not wanted or (isinstance(state, Finished) and state.subject == subject):
         return None
-    if isinstance(state, Failed) and state.subject == subject:
-        if state.final or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen):
-            return None
-        return begin(kind, subject, seen) or Wait(retry_at(state))
+    failed = failure_of(kind, subject, seen)
+    if failed and (failed.final or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen)):
+        return None
     return begin(kind, subject, seen) or Wait()
 
 

@@ -7,7 +7,7 @@ from runner.job import Job
 from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, TrimLogs, Wait
 from runner.policy.divergence import is_distrusted, newest_good
 from runner.policy.retention import plan_retention
-from runner.policy.slow import begin, end_stuck, may_write, retry_at
+from runner.policy.slow import begin, end_stuck, failure_of, may_write
 from vramfarm.protocol import Ref
 
 SPARE_BYTES = 1 << 20
@@ -91,11 +91,10 @@ def commit_last(seen: Observed) -> Action | None:
         return Wait()
     if not seen.ready or (isinstance(state, Finished) and state.subject == seen.ready):
         return None
-    if isinstance(state, Failed) and state.subject == seen.ready:
-        if state.final or state.failures >= _COMMIT_TRIES:
-            return None
-        return _commit(seen) or Wait(retry_at(state))
-    return _commit(seen)
+    failed = failure_of(TaskKind.COMMIT, seen.ready, seen)
+    if failed and (failed.final or failed.failures >= _COMMIT_TRIES):
+        return None
+    return _commit(seen) or Wait()
 
 
 def _upload(job: Job, seen: Observed) -> Action | None:

@@ -28,7 +28,7 @@ def while_live(job: Job, history: History, seen: Observed, live: Live) -> Action
         return _make_it_leave(job, seen, reason) or keep_house(job, history, seen) or Wait()
     if seen.hang is not None:
         return _end_hung(history, seen, seen.hang) or keep_house(job, history, seen) or Wait()
-    return keep_house(job, history, seen) or Wait(limit_at(history, seen))
+    return keep_house(job, history, seen) or Wait()
 
 
 def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
@@ -36,7 +36,7 @@ def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
     gone = seen.trainers_gone_at or seen.now
     if seen.now >= gone + job.restart.grace_period:
         return Kill("the saver did not finish in the grace period", savers=True)
-    return keep_house(job, history, seen) or Wait(gone + job.restart.grace_period)
+    return keep_house(job, history, seen) or Wait()
 
 
 def _end_stragglers(seen: Observed) -> Action:
@@ -44,7 +44,7 @@ def _end_stragglers(seen: Observed) -> Action:
     since = seen.exit_seen_at or seen.now
     if seen.now >= since + STRAGGLER:
         return Kill("the launcher ended, these did not", left=True)
-    return Wait(since + STRAGGLER)
+    return Wait()
 
 
 def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:

@@ -34,7 +34,7 @@ def decide_and_tell(job: Job, history: History, seen: Observed) -> Action:
     if not isinstance(sending, Running):
         return next(_due(job, history, seen, action), action)
     if isinstance(action, End) and seen.now < sending.started_at + SENDING:
-        return Wait(sending.started_at + SENDING)
+        return Wait()
     return action
 
 

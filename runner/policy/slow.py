@@ -40,6 +40,12 @@ def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
     return (not failed.final or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
 
 
+def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:
+    """How this very work failed, if that is how it ended last."""
+    state = seen.tasks.get(kind)
+    return state if isinstance(state, Failed) and state.subject == subject else None
+
+
 def retry_at(failed: Failed) -> datetime:
     """
     2 s after the first failure, 4, 8, then every 15 s: the store is tried as long as the run lives.
