@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -493,6 +494,8 @@ class Checkpointer:
             try:
                 run.expect_no_other_writer(directory)
                 choice = run.choose(directory, resume)
+                for reason in run.passed_over(directory, choice.resume) if choice.resume else ():
+                    self._say(f"passed over: {reason}")
                 mine = [str(choice.resume) if choice.resume else None, choice.lineage, choice.attempt]
             except ResumeError as error:
                 mine = str(error)
@@ -510,8 +513,11 @@ class Checkpointer:
             self._load(Reader(stored))
         except DamagedError as error:
             return str(error), False
-        except (StateError, KeyError, ValueError, RuntimeError) as error:
-            return str(error) if isinstance(error, StateError) else f"{path.name}: {error!r}", True
+        except StateError as error:
+            return str(error), True
+        except Exception as error:  # noqa: BLE001  # whatever the script's own objects raise; the other ranks wait for our word
+            traceback.print_exc()
+            return f"{path.name}: {error!r}", True
         return "", False
 
     def _load(self, reader: Reader) -> None:
@@ -577,8 +583,8 @@ class Checkpointer:
 
     def _apply_position(self, own: dict[str, Any], ranks: dict[str, Any], report: _Report) -> None:
         position = ranks["0"]["shared"]["position"]
-        self._position = Position(**position)
-        self._saved = Saved(Position(**position), ranks["0"]["shared"]["data_ranks"], own.get("loader"))
+        self._position = Position.parse(position)
+        self._saved = Saved(Position.parse(position), ranks["0"]["shared"]["data_ranks"], own.get("loader"))
         if self._loader is None:
             report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it)")
             return

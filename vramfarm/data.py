@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from vramfarm.state import mix
+from vramfarm.typed import StateError
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class Position:
     cursor: int = 0
     batches: int = 0
     samples: int = 0
+
+    @classmethod
+    def parse(cls, saved: Mapping[str, Any]) -> Position:
+        """Return what `dump` gave; `StateError` for anything else."""
+        if saved.keys() != cls().dump().keys() or not all(type(n) is int and n >= 0 for n in saved.values()):
+            raise StateError(f"the checkpoint's data position is none: {str(saved)[:80]}")
+        return cls(**saved)
 
     def advance(self, samples: int) -> None:
         self.cursor += samples

@@ -32,7 +32,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 }
 SMALL_BYTES: Final = 64 << 10
 _ALIGN: Final = 4096  # where the tensors begin: a page, for direct writes
-_MAX_HEADER: Final = 1 << 30
+_MAX_HEADER: Final = 100_000_000  # as safetensors' own readers have it
 
 
 class ImageError(ValueError):

@@ -164,6 +164,13 @@ def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) ->
     return Choice(path, lineage + 1, 1)
 
 
+def passed_over(directory: Path, resume: Path) -> list[str]:
+    """Say what looks newer than the checkpoint to resume from and cannot be used. What was set aside was told then."""
+    step, _ = protocol.parse_name(resume.name)
+    told = [(reason.partition(":")[0], reason) for reason in folder.broken(directory)]
+    return [reason for name, reason in told if protocol.is_name(name) and protocol.parse_name(name)[0] > step]
+
+
 def told(env: Mapping[str, str]) -> Choice:
     """Return the supervisor's choice."""
     resume = env.get(Env.RESUME, "none")

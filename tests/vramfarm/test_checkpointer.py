@@ -1,6 +1,7 @@
 """The library in one process: what is saved comes back, and what does not fit is said."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -399,6 +400,61 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys):
     assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
     assert 4 == newest(tmp_path).manifest.step
     assert "set aside" in capsys.readouterr().err
+
+
+def test_a_newer_one_that_cannot_be_used_is_told(tmp_path, capsys):
+    """
+    It is not resumed from, so some steps are made again: whoever reads the log learns why. It stays where it is.
+    """
+    train(tmp_path, 2)
+    train(tmp_path, 4)
+    bad = newest(tmp_path)
+    (bad.path / bad.manifest.shards[0].path).unlink()
+    capsys.readouterr()
+
+    _, _, ckpt = train(tmp_path, 3)
+
+    assert "step-00000002" == ckpt.restored[:13]
+    assert f"passed over: {bad.path.name}: [Errno 2] No such file or directory" in capsys.readouterr().err
+    assert bad.path.exists()
+
+
+MANGLED = {
+    "position": (("position", "epoch"), None, "the checkpoint's data position is none"),
+    "models": (("models",), 1, "TypeError"),
+    "state": (("optimizers", "optimizer", "state"), [[{}, {}]], "TypeError"),
+    "dtype": (("objects", "scheduler"), {"$": "dtype", "v": "x"}, "KeyError"),
+}
+
+
+@pytest.mark.parametrize("kind", MANGLED)
+def test_a_manifest_whose_state_is_nonsense_is_refused_by_all_ranks(tmp_path, capsys, kind):
+    """
+    Whatever is raised while it is put back becomes one refusal: the other ranks wait for this one's word.
+    """
+
+    def make():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        return Checkpointer(model, optimizer, scheduler=scheduler, dir=tmp_path / "checkpoints"), model, optimizer
+
+    ckpt, model, optimizer = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ckpt.step()
+    ckpt.finish()
+    path = newest(tmp_path).path / protocol.MANIFEST
+    keys, value, said = MANGLED[kind]
+    fields = json.loads(path.read_bytes())
+    place = fields["state"]["ranks"]["0"]["shared"]
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path.write_text(json.dumps(fields))
+
+    with pytest.raises(StateError, match=said):
+        make()
 
 
 def test_nothing_usable_is_no_reason_to_start_over(tmp_path):

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import struct
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -310,6 +313,56 @@ def test_a_shard_of_another_size_is_no_checkpoint(tmp_path):
 
     assert [] == folder.committed(tmp_path)
     assert "expected" in folder.broken(tmp_path)[0]
+
+
+HOSTILE = {
+    "pipe": "expected a plain file",
+    "link": "expected a plain file",
+    "folder": "expected a plain file",
+    "sparse": "not a safetensors header",
+    "huge header": "expected a header within",
+    "deep header": "not a safetensors header",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_shard_is_refused_at_once(tmp_path, kind):
+    """
+    With a manifest that agrees: what is no plain file is not opened, a terabyte of nothing is not read, and of a header only so
+    much as any reader of safetensors takes.
+    """
+    stored = write(tmp_path, TENSORS, 1)
+    path = stored.path / stored.manifest.shards[0].path
+    size, first = (1 << 40, b"") if kind in {"sparse", "huge header"} else (0, b"")
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+        size = path.stat().st_size
+    else:
+        first = {
+            "huge header": struct.pack("<Q", 900_000_000),
+            "deep header": struct.pack("<Q", 400_000) + b"[" * 400_000,
+        }.get(kind, b"")
+        path.write_bytes(first)
+        size = size or len(first)
+        os.truncate(path, size)
+    sums = [zlib.crc32(bytes(min(protocol.CHUNK_BYTES, size)))] * -(-size // protocol.CHUNK_BYTES)
+    sums[:1] = [zlib.crc32(first.ljust(min(protocol.CHUNK_BYTES, size), b"\0"))] if sums else []
+    agreeing = replace(stored.manifest, shards=(protocol.Shard(path.name, size, tuple(sums)),))
+    (stored.path / protocol.MANIFEST).write_bytes(protocol.dump_manifest(agreeing))
+
+    read = folder.read(stored.path)
+    said = read if isinstance(read, str) else ""
+    if not said:
+        with pytest.raises(DamagedError) as caught:
+            Reader(read)
+        said = str(caught.value)
+
+    assert HOSTILE[kind] in said
 
 
 @pytest.mark.parametrize(
