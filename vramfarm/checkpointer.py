@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import copies, data, folder, memory, run, state
+from vramfarm import alike, copies, data, folder, memory, run, state
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.frozen import LEAST_BYTES
@@ -98,6 +98,7 @@ class Checkpointer:
         self._saved: Saved | None = None
         self._rng: Any = None
         self._feed: tuple[Iterable[Any], Feed] | None = None
+        self._alike: alike.Watch | None = None
         self._driving = False
         self._stepped = False
         self._taking = 0  # samples of the batch that the loop's body has
@@ -227,6 +228,8 @@ class Checkpointer:
                     self.last_micro_batch = taken % accumulate == 0
                     self._driving, self._stepped = True, False
                     self._taking = feed.count(batch, position)
+                    if self._alike is not None:
+                        self._alike.see(batch)
                     yield self._step, batch
                     self._driving = False
                     position.advance(self._taking)
@@ -275,6 +278,10 @@ class Checkpointer:
         if not self._is_warm:
             self._has_trained = True
             self._prepare("after")
+        if self._alike is not None and (same := self._alike.is_same()) is not None:
+            self._alike = None
+            if same:
+                self._say(alike.SAME)
         self._tell()
 
     def _prepare(self, place: str) -> None:
@@ -596,6 +603,8 @@ class Checkpointer:
         if self._feed is None or self._feed[0] is not loader:
             self._feed = (loader, data.feed(loader, self._data_world, self._seed, self._saved))
             self._saved = None
+            if self._data_world.size > 1 and not isinstance(self._feed[1], data.GlobalFeed):
+                self._alike = alike.Watch(self._seat)
         return self._feed[1]
 
     # ------------------------------------------------------------------------------ beginning

@@ -20,6 +20,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from vramfarm.state import mix
@@ -194,13 +196,15 @@ class GlobalFeed:
             seed=seed,
             drop_last=loader.drop_last,
         )
-        self._seed = seed
+        self._seed, self._rank = seed, world.rank
         self._generator = torch.Generator()  # ours: starting an epoch draws from it, and must not disturb the script's
         self._loader = _rebuild(loader, self._batches, self._generator)
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         self._batches.seek(position.epoch, position.cursor)
-        self._generator.manual_seed(mix(self._seed, position.epoch, position.cursor))
+        self._generator.manual_seed(
+            mix(self._seed, position.epoch, position.cursor, self._rank)
+        )  # seeds the workers, too
         set_epoch(self._loader.dataset, position.epoch)
         with torch.device(
             "cpu"
@@ -245,6 +249,7 @@ class SkippingFeed:
         self._loader = loader
         self._world = world
         self._seed = seed
+        self._own = (world.rank,) if _draws_alone(loader) else ()
         self._saved = saved
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
@@ -253,7 +258,7 @@ class SkippingFeed:
         skip = self._num_to_skip(position)
         with torch.random.fork_rng(devices=[]):  # a sampler that draws from torch's generator draws the same again
             torch.default_generator.manual_seed(
-                mix(self._seed, position.epoch)
+                mix(self._seed, position.epoch, *self._own)
             )  # not the cards': nobody would put them back
             batches = iter(self._loader)
             first = list(_take(batches, skip + 1))[skip:]
@@ -301,6 +306,12 @@ class StatefulFeed(SkippingFeed):
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed
         return self._stateful.state_dict()
+
+
+def _draws_alone(loader: Any) -> bool:  # noqa: ANN401  # duck-typed
+    """Whether its sampler knows nothing of ranks: from the same numbers every rank would get the same samples."""
+    sampler = getattr(loader, "sampler", None)
+    return type(sampler) in {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 def _take(batches: Iterator[Any], number: int) -> Iterator[Any]:

@@ -359,6 +359,8 @@ class Slot(IntEnum):
     STATE_AT = 21  # where in the arena the JSON begins
     WINDOW_BYTES = 22  # the arena holds so much of an image at a time; 0: all of it
     WINDOWS = 23  # windows filled in this save so far; READY from the first on
+    FIRST_BATCH = 25  # a sum of the first batch that it was given; 0: not yet
+    SECOND_BATCH = 26
     WINDOWS_TAKEN = 24  # saver: of them written; the rank sets it to 0 before the first
 
 

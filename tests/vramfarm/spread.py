@@ -209,6 +209,12 @@ def main(root):
         run = Run(other, root / way, 2)
         say(saved=way, read=other, same=run.digests() == last[way])
         run.ckpt.finish()
+    for name, own in (("alike", 0), ("split", dist.get_rank())):
+        ckpt = Checkpointer(nn.Linear(1, 1), dir=root / name)
+        for step, _ in ckpt.steps([torch.full((3,), own + number) for number in range(4)]):
+            if step == 2:
+                dist.barrier()  # by now every rank was given two
+        say(saved=name, read="told", same=ckpt._alike is None)
     dist.destroy_process_group()
 
 

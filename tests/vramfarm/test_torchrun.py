@@ -86,13 +86,15 @@ def test_any_number_of_ranks_goes_on(trained, tmp_path):
 def test_however_a_model_is_spread(tmp_path):
     """
     Tensor parallel, FSDP2 with replicas, both, layers that only FSDP2 spreads beside tensor parallel ones, and FSDP1 in
-    four ways: resumed to the last bit, each byte written by one rank, frozen weights once; and each read as another.
+    four ways: resumed to the last bit, each byte written by one rank, frozen weights once; and each read as another. And
+    ranks that are all given the same batches are told.
     """
     said = output_of(torchrun(tmp_path, 4, HERE / "spread.py", tmp_path))
     checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     assert [] == [check for check in checks if not check["same"]]
-    assert 32 == len(checks), said
+    assert 34 == len(checks), said
+    assert 1 == said.count("vramfarm: every rank was given the same first batches")
 
 
 def test_fsdp1_with_all_that_it_may_be_combined_with(tmp_path):

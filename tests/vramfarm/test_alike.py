@@ -1,0 +1,109 @@
+"""Ranks that are all given the same data: noticed once, and only where it is so."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from vramfarm import alike, data
+from vramfarm.data import Position, World
+from vramfarm.protocol import ControlPage
+from vramfarm.seat import Seat
+
+
+def watches(tmp_path, number):
+    page = ControlPage.create(tmp_path / "page", num_ranks=number)
+    return [alike.Watch(Seat(page, rank)) for rank in range(number)]
+
+
+def one(number):
+    return {"ids": torch.tensor([number, 7]), "text": ["a"], "mask": (torch.ones(2, dtype=torch.bfloat16),)}
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        pytest.param([(1, 2), (1, 2)], True, id="the same"),
+        pytest.param([(1, 2), (3, 4)], False, id="different"),
+        pytest.param([(1, 2), (1, 3)], False, id="the first by chance"),
+        pytest.param([(5, 5), (5, 5)], False, id="always the same: no data at all"),
+        pytest.param([(1, 2)], False, id="one rank"),
+    ],
+)
+def test_ranks_that_are_given_the_same_are_noticed(tmp_path, batches, expected):
+    """
+    Told from two batches of each, once all ranks have them.
+    """
+    ranks = watches(tmp_path, len(batches))
+
+    for number in range(2):
+        for rank, mine in zip(ranks, batches, strict=True):
+            assert ranks[0].is_same() is None
+            rank.see(one(mine[number]))
+    ranks[0].see(one(99))
+
+    assert expected is ranks[0].is_same()
+
+
+def test_any_batch_has_a_number():
+    """
+    Whatever its tensors are, and where there are none.
+    """
+    batches = [
+        None,
+        "text",
+        [],
+        torch.zeros(0),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(4, 4).t(),
+    ]
+
+    assert all(alike.digest(batch) > 0 for batch in batches)
+    assert alike.digest(torch.zeros(3)) != alike.digest(torch.ones(3))
+
+
+SAMPLERS = {
+    "with replacement": lambda dataset: RandomSampler(dataset, replacement=True),
+    "weighted": lambda dataset: WeightedRandomSampler([1.0] * len(dataset), len(dataset)),
+    "subset": lambda dataset: SubsetRandomSampler(range(len(dataset))),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_that_knows_no_ranks_draws_other_samples_on_each(kind):
+    """
+    Each rank has random numbers of its own for it, the same again when it resumes.
+    """
+    dataset = TensorDataset(torch.arange(60))
+
+    def drawn(rank):
+        loader = DataLoader(dataset, batch_size=4, sampler=SAMPLERS[kind](dataset))
+        return [batch.tolist() for (batch,) in data.feed(loader, World(rank, 2), 0, None).rest_of_epoch(Position())]
+
+    assert drawn(0) == drawn(0)
+    assert drawn(0) != drawn(1)
+
+
+def test_workers_of_two_ranks_draw_other_numbers():
+    """
+    Else each card would see its samples changed in the same random way.
+    """
+
+    def seeds(rank):
+        loader = DataLoader(Drawing(), batch_size=4, shuffle=True, num_workers=1)
+        return {
+            int(seed)
+            for batch in data.feed(loader, World(rank, 2), 0, None).rest_of_epoch(Position())
+            for seed in batch
+        }
+
+    assert seeds(0) == seeds(0)
+    assert not seeds(0) & seeds(1)
+
+
+class Drawing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.initial_seed()
