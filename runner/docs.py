@@ -41,6 +41,9 @@ each with its line; `vramfarm-runner validate job.yaml` does that and starts not
 _AFTER_CODES: Final = """
 Standard error says what went wrong (`error: …`) and what to do (`hint: …`). On a rented server every code but 75
 comes with the stop of that server, unless `finish` says `keep`; what is only there is saved first.
+
+A run that is over answers the next `run` with the code that it ended with, and nothing is trained; 2 where a script repeats
+`--start-over` or `--go-on` without a name ([orders](machines.md)).
 """
 
 

@@ -30,6 +30,7 @@ from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import record_refusal
 from runner.cli.rental import prove, rented
+from runner.cli.run import comes_back
 from runner.cli.telling import Teller, say
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
@@ -160,7 +161,7 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
         journal = Journal(folder.journal, Disk())
         if loaded.identity is None:
             _accept(loaded, folder, accept_change=args.accept_change or not _has_trained(job, journal))
-        _reopen(args, journal, folder, identify_holder(server, folder, Disk()), is_restart=is_restart)
+        _reopen(args, journal, folder, server, identify_holder(server, folder, Disk()), is_restart=is_restart)
         setting = replace(find_out(loaded, env, server, accept_change=args.accept_change), stop_doubt=doubt)
         if is_restart and setting.missing:
             say(
@@ -280,19 +281,42 @@ def _read_identity(path: Path) -> dict[str, Any]:
         return {}  # the first start, or lost by a crash in it: it is written anew
 
 
-def _reopen(args: argparse.Namespace, journal: Journal, folder: RunFolder, machine: str, *, is_restart: bool) -> None:
+def _reopen(  # noqa: PLR0913  # what an order is told by
+    args: argparse.Namespace,
+    journal: Journal,
+    folder: RunFolder,
+    server: Server | None,
+    machine: str,
+    *,
+    is_restart: bool,
+) -> None:
     """The same order is carried out once: a runner that is started again has the same arguments."""
     if not (args.start_over or args.go_on):
         return
     if args.order and args.order in journal.history.orders:
         if journal.history.conclusion and not is_restart:
-            option = "--start-over" if args.start_over else "--go-on"
-            say(
-                f"{option} was carried out here before and is not again: a restart repeats it; --order NAME makes it a new one"
-            )
+            _tell_repeated(args, server)
         return
     folder.stop.unlink(missing_ok=True)
     journal.append(events.reopened(start_over=args.start_over, order=args.order, at=datetime.now(UTC), machine=machine))
+
+
+def _tell_repeated(args: argparse.Namespace, server: Server | None) -> None:
+    """
+    An order that was carried out, of a run that is over. A restart repeats it, and so does whoever names it; who did
+    neither wants it anew, a line of a crontab for one, and must not take nothing for success.
+    """
+    option = "--start-over" if args.start_over else "--go-on"
+    is_named = args.order != socket.gethostname()
+    if server or is_named or comes_back(os.getppid()):  # an early end stops a server, whatever `finish` says of it
+        say(
+            f"{option} was carried out here before and is not again: a restart repeats it; --order NAME makes it a new one"
+        )
+        return
+    raise JobError(
+        f"{option}: it was carried out here before, and the run is over: nothing is done",
+        hint=f"a script names each order: {option} --order NAME (a date, say); a name that comes again is carried out once",
+    )
 
 
 # ----------------------------------------------------------------------------- the setting

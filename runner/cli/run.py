@@ -14,6 +14,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -88,10 +89,10 @@ def is_typed() -> bool:
     """
     try:
         leads = os.getpgrp() == os.getpid() == os.tcgetpgrp(0)
-        first = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        first = _words_of_first()
     except OSError:  # no terminal, or not ours
         return False
-    if not leads or os.getpid() == 1 or any("--start-over" in word or "--go-on" in word for word in first):
+    if not leads or os.getpid() == 1 or _has_order(first):
         return False
     is_shell = (
         bool(first)
@@ -99,6 +100,22 @@ def is_typed() -> bool:
         and all(word in {"-i", "-l", "--login"} for word in first[1:])
     )
     return os.getppid() != 1 or is_shell
+
+
+def comes_back(guardian: int) -> bool:
+    """Whether a restart of this container gives the order again: its own command, or a script that is that, does."""
+    with suppress(OSError, ValueError):
+        parent = int(Path(f"/proc/{guardian}/stat").read_text().rpartition(")")[2].split()[1])
+        return guardian == 1 or parent == 1 or _has_order(_words_of_first())
+    return True
+
+
+def _words_of_first() -> list[str]:
+    return Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
+def _has_order(words: list[str]) -> bool:
+    return any("--start-over" in word or "--go-on" in word for word in words)
 
 
 def _keep(text: bytes) -> None:
