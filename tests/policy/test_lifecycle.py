@@ -35,7 +35,20 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.policy import ledger
-from runner.policy.actions import Begin, Cease, End, Interrupt, Join, Kill, Launch, Prune, TrimLogs, Wait
+from runner.policy.actions import (
+    Begin,
+    Cease,
+    Conclude,
+    End,
+    Interrupt,
+    Join,
+    Kill,
+    Launch,
+    Prune,
+    RecordExit,
+    TrimLogs,
+    Wait,
+)
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
 from runner.policy.house import OUTPUTS_EVERY
@@ -446,6 +459,40 @@ def test_a_stop_with_nothing_to_save_does_not_wait_for_a_store_that_is_away():
     assert isinstance(decide(JOB, OVER, replace(WAITS, only_here=("outputs/log.txt",))), Wait)
 
 
+def test_what_can_not_be_done_holds_up_no_end():
+    """
+    An upload that the store refuses is not waited for: the journal is published, and the server is stopped.
+    """
+    refused = Failed(subject=CHECKPOINT.ref.name, at=START, error="403", final=True, failures=1)
+    full = Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), offsite=(), tasks={TaskKind.UPLOAD: refused})
+
+    assert Begin(TaskKind.PUBLISH, "stopped") == decide(JOB, OVER, full)
+
+
+def test_a_run_that_another_runner_has_is_left_to_it():
+    """
+    Nothing of it is launched here, whatever is on this disk.
+    """
+    taken = Lease(state=LeaseState.TAKEN, who="server srv_b", fence=3)
+
+    end = decide(JOB, ACCEPTED, Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), lease=taken))
+
+    assert (5, "another runner has this run: server srv_b (lease 3)") == (end.code, end.reason)
+
+
+@pytest.mark.parametrize(("reopened_on", "is_over"), [("m", False), ("another", True), ("", True)])
+def test_only_where_a_run_was_reopened_the_stores_word_counts_no_more(reopened_on, is_over):
+    """
+    A folder that was copied from elsewhere does not bring the order with it.
+    """
+    there = Conclusion(outcome=Outcome.STOPPED, reason="asked to stop", at=START)
+    seen = Observed(now=START, boot_id="b", life="l", machine="m", offsite=(), ledger=(), concluded_elsewhere=there)
+
+    action = decide(JOB, replace(ACCEPTED, machine="m", reopened_on=reopened_on), seen)
+
+    assert is_over is (action == Conclude(Outcome.STOPPED, "asked to stop (on an earlier machine)"))
+
+
 def test_what_an_end_waits_for_is_known_and_until_when():
     """
     The task that fails, and the end of patience or the deadline, whichever is first.
@@ -553,6 +600,33 @@ def test_a_store_that_comes_back_hears_that_the_run_goes_on_before_anything_else
 
     assert TaskKind.REOPEN is again.kind
     assert Begin(TaskKind.UPLOAD, checkpoint.ref.name) == decide(JOB, history, seen)
+
+
+def test_a_run_that_is_over_in_the_store_is_not_trained_without_the_lease():
+    """
+    It could not be opened again there, and a machine that vanished would leave behind that it is over.
+    """
+    over = Conclusion(outcome=Outcome.LIMIT, reason="24 hours", at=START)
+    refused = Failed(subject="of the run", at=START, error="403 Forbidden", final=True, failures=1)
+    lapsed = Lease(state=LeaseState.LAPSED)
+    seen = preflighted(
+        DONE[TaskKind.PREFLIGHT], offsite=(), ledger=(), machine="m", concluded_elsewhere=over, lease=lapsed
+    )
+
+    end = decide(JOB, replace(ACCEPTED, machine="m"), replace(seen, tasks={**seen.tasks, TaskKind.LEASE: refused}))
+
+    assert (4, "403 Forbidden") == (end.code, end.reason)
+
+
+def test_what_is_on_its_way_to_the_store_stays_on_this_disk():
+    """
+    Although newer ones are there by now; without that the oldest goes.
+    """
+    local = tuple(replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, step=step)) for step in (100, 200, 300))
+    sent = {TaskKind.UPLOAD: Running(subject=local[0].ref.name, started_at=START)}
+
+    assert Wait() == decide(HERE_ONLY, *hung(hang=None, local=local, tasks=sent))
+    assert Prune(local[0].ref, "the newest 2 are kept") == decide(HERE_ONLY, *hung(hang=None, local=local))
 
 
 @pytest.mark.parametrize(("attempts", "is_void"), [((), False), ((1,), False), ((1, 2), True)])
@@ -683,6 +757,7 @@ LONG_AGO = START - timedelta(seconds=90)
         pytest.param(replace(NO_CARD, tasks={TaskKind.SURVEY: Failed(subject="", at=START, error="", final=False, failures=1)}), None, id="a store that is away"),
         pytest.param(replace(NO_CARD, tasks={TaskKind.SURVEY: Finished(subject="", at=START)}), None, id="a store that says nothing"),
         pytest.param(replace(NO_CARD, ledger=(), machine=""), None, id="it has joined"),
+        pytest.param(replace(NO_CARD, machine="", lease=Lease(state=LeaseState.LAPSED)), Begin(TaskKind.LEASE, "of the run"), id="it has joined and lost the lease"),
     ],
 )  # fmt: skip
 def test_a_machine_that_can_do_nothing_joins_the_ledger_before_it_ends(seen, expected):
@@ -1137,6 +1212,93 @@ def test_a_trainer_that_ignores_sigterm_does_not_cost_the_last_words(left, secon
     limit = {"deadline_at": at(9) + timedelta(seconds=left)}
 
     assert isinstance(decide(HERE_ONLY, *hung(hang=None, **sent, **limit)), expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(1, Wait()), (2, Kill("the launcher ended, these did not", left=True))]
+)
+def test_what_an_ended_launcher_left_behind_is_ended(seconds, expected):
+    """
+    After the moment that its children may need to go by themselves.
+    """
+    ended = {"exit": Exit(code=0), "exit_seen_at": at(9) - timedelta(seconds=seconds)}
+
+    assert expected == decide(HERE_ONLY, *hung(hang=None, **ended))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(119, Wait()), (120, Kill("the saver did not finish in the grace period", savers=True))],
+)
+def test_a_saver_without_ranks_has_the_grace_period(seconds, expected):
+    """
+    What it has staged is committed; one that cannot is not waited for for ever.
+    """
+    alone = {"live": Live(attempt_id="a", trainers=(), savers=(2,)), "trainers_gone_at": at(9)}
+
+    assert expected == decide(HERE_ONLY, *hung(hang=None, now=at(9) + timedelta(seconds=seconds), **alone))
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        pytest.param({"hang": None}, id="it trains"),
+        pytest.param({"hang": None, "leaving": True, "leave_sent_at": at(9), "terminated": True}, id="it leaves"),
+        pytest.param({"tasks": {TaskKind.EVIDENCE: Running(subject="attempt-0001", started_at=at(9))}}, id="it hangs"),
+        pytest.param(
+            {"hang": None, "live": Live(attempt_id="a", trainers=(), savers=(2,))}, id="only the saver is left"
+        ),
+    ],
+)
+def test_a_checkpoint_goes_into_the_store_whatever_the_attempt_is_at(meanwhile):
+    """
+    It may be the last that leaves this machine.
+    """
+    assert Begin(TaskKind.UPLOAD, CHECKPOINT.ref.name) == decide(
+        JOB, *hung(local=(CHECKPOINT,), offsite=(), **meanwhile)
+    )
+
+
+def test_a_save_of_the_frameworks_own_is_committed_while_it_trains():
+    """
+    As soon as it is whole.
+    """
+    assert Begin(TaskKind.COMMIT, "checkpoint-50@7") == decide(HERE_ONLY, *hung(hang=None, ready="checkpoint-50@7"))
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        pytest.param(None, Begin(TaskKind.COMMIT, "last@7"), id="not yet"),
+        pytest.param(Running(subject="last@7", started_at=at(9)), Wait(), id="under way"),
+        pytest.param(Running(subject="older@6", started_at=at(9)), Wait(), id="an older one is"),
+        pytest.param(Finished(subject="last@7", at=at(9)), None, id="done"),
+        pytest.param(Failed(subject="last@7", at=at(1), error="e", final=False, failures=2), Begin(TaskKind.COMMIT, "last@7"), id="it failed twice"),
+        pytest.param(Failed(subject="last@7", at=at(9), error="e", final=False, failures=2), Wait(), id="a moment ago"),
+        pytest.param(Failed(subject="last@7", at=at(1), error="e", final=False, failures=3), None, id="it failed three times"),
+        pytest.param(Failed(subject="last@7", at=at(1), error="e", final=True, failures=1), None, id="it is gone"),
+    ],
+)  # fmt: skip
+def test_the_last_save_of_a_framework_is_committed_before_the_end_of_its_attempt_counts(state, expected):
+    """
+    Else a success could outlive its checkpoint; one that cannot be committed holds nothing up.
+    """
+    action = decide(
+        HERE_ONLY, *hung(live=None, hang=None, exit=Exit(code=0), ready="last@7", tasks={TaskKind.COMMIT: state})
+    )
+
+    assert (expected or RecordExit(Ending.SUCCEEDED, Exit(code=0), 0, "")) == action
+
+
+def test_the_reason_of_an_end_is_the_first_error():
+    """
+    In one line; it is what a person reads first.
+    """
+    found = replace(GPU_ECC, summary="rank 1: uncorrectable ECC error; see stderr.log")
+
+    action = decide(HERE_ONLY, *hung(live=None, hang=None, exit=Exit(code=1), diagnosis=found))
+
+    assert RecordExit(Ending.FAILED, Exit(code=1), 0, found.summary, found) == action
 
 
 def test_an_end_by_sigterm_that_was_asked_for_is_no_first_error():
