@@ -60,13 +60,13 @@ def ends(
 
 
 def next_time(text: str, after: datetime) -> datetime:
-    """`07:00 Europe/Berlin`: the first such time after; an ISO date and time is itself (UTC without a zone)."""
+    """`07:00 Europe/Berlin`: the first such time after it; an ISO date and time is itself (UTC without a zone)."""
     clock, _, zone = text.strip().partition(" ")
     if "T" in clock or "-" in clock:
         moment = datetime.fromisoformat(text)
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     hour, minute = clock.split(":")
-    local = after.astimezone(ZoneInfo(zone or "UTC"))
+    local = after.astimezone(ZoneInfo(zone))
     moment = local.replace(hour=int(hour), minute=int(minute), second=0, microsecond=0)
     if moment <= local:
         moment += timedelta(days=1)

@@ -46,6 +46,7 @@ from runner.policy.actions import (
     Launch,
     Prune,
     RecordExit,
+    SetAside,
     TrimLogs,
     Wait,
 )
@@ -1288,6 +1289,17 @@ def test_the_last_save_of_a_framework_is_committed_before_the_end_of_its_attempt
     )
 
     assert (expected or RecordExit(Ending.SUCCEEDED, Exit(code=0), 0, "")) == action
+
+
+def test_checkpoints_that_are_spoilt_are_set_aside_when_nobody_adds_to_them():
+    """
+    Not under an attempt that is still being ended.
+    """
+    history, seen = hung(hang=None, local=(CHECKPOINT,))
+    spoilt = replace(history, distrusted=((1, 100),))
+
+    assert not isinstance(decide(HERE_ONLY, spoilt, seen), SetAside)
+    assert isinstance(decide(HERE_ONLY, spoilt, replace(seen, live=None)), SetAside)
 
 
 def test_the_reason_of_an_end_is_the_first_error():

@@ -5,15 +5,40 @@ from datetime import timedelta
 
 import pytest
 
-from runner.facts import Failed, History, Observed, Progress, TaskKind
+from runner.facts import (
+    Attempt,
+    Checkpoint,
+    Ending,
+    Failed,
+    Finished,
+    History,
+    Observed,
+    Progress,
+    TaskKind,
+)
 from runner.job import Job
-from runner.policy.actions import Notify
+from runner.policy.actions import Launch, Notify
 from runner.policy.notices import decide_and_tell
 from runner.storage import journal as events
 from tests.simworld import START, TURN, Elsewhere, boot
+from vramfarm.protocol import Ref
 
 JOB = Job.model_validate(
     {"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}, "notify": ["NOTIFY_URL"]}
+)
+
+SEEN = Observed(now=START, boot_id="b", life="l", rented=True, local=())
+BEGUN = History(accepted_at=START, opened_at=START, notified={f"started {START}": START})
+CHECKPOINT = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+LEFT = Attempt(
+    number=1,
+    id="a",
+    resume=None,
+    lineage=1,
+    boot_id="b",
+    launched_at=START,
+    ending=Ending.INTERRUPTED,
+    ended_at=START,
 )
 
 
@@ -96,6 +121,30 @@ def test_a_new_machine_says_that_it_goes_on(tmp_path):
     assert ["started", "started", "resumed", "ended"] == told(elsewhere)
 
 
+@pytest.mark.parametrize(
+    ("attempts", "notified", "is_told"),
+    [
+        pytest.param((), {}, True, id="a new machine"),
+        pytest.param((), {"resumed": START}, False, id="it was told already"),
+        pytest.param((LEFT,), {}, False, id="after an interruption"),
+        pytest.param((LEFT,), {"failed": START}, True, id="after a failure that was told"),
+        pytest.param((LEFT,), {"failed": START, "resumed": START + TURN}, False, id="and that it goes on, too"),
+    ],
+)
+def test_that_it_goes_on_is_told_after_a_failure_and_on_a_new_machine(attempts, notified, is_told):
+    """
+    Once; an interruption that somebody asked for is no news.
+    """
+    checked = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
+    seen = Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), tasks=checked)
+    job = Job.model_validate({"name": "tiny", "command": "train.py", "notify": ["NOTIFY_URL"]})
+
+    action = decide_and_tell(job, replace(BEGUN, attempts=attempts, notified={**BEGUN.notified, **notified}), seen)
+
+    assert is_told is (action == Notify("resumed", "resumed", f"goes on: attempt {len(attempts) + 1} from step 100"))
+    assert is_told or isinstance(action, Launch)
+
+
 def test_a_store_that_is_away_is_told_once_it_is_serious(tmp_path):
     """
     After ten minutes, and not again while it lasts.
@@ -119,10 +168,6 @@ def test_the_limit_is_told_before_it_comes(tmp_path):
 
     assert ["started", "limit", "ended"] == told(elsewhere)
     assert "limit" in elsewhere.messages[-1][1]
-
-
-SEEN = Observed(now=START, boot_id="b", life="l", rented=True, local=())
-BEGUN = History(accepted_at=START, opened_at=START, notified={f"started {START}": START})
 
 
 @pytest.mark.parametrize(

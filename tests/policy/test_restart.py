@@ -200,6 +200,9 @@ GAVE_UP, REFUSED = Outcome.GAVE_UP, Outcome.REFUSED
             id="the same words with other numbers",
         ),
         pytest.param([died(1, BUG), died(2, SYNTAX)], None, id="another error"),
+        pytest.param(
+            [died(1, replace(P2P, env={})), died(2, P2P)], None, id="the same, and a change was not tried yet"
+        ),
         pytest.param([died(1, BUG, step=0), died(2, BUG, step=0)], GAVE_UP, id="the same error at the start"),
         pytest.param(
             [died(1, STUCK, step=0, lasted=60 * MINUTE), died(2, STUCK, step=0, lasted=90 * MINUTE)],

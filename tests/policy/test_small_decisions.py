@@ -102,6 +102,10 @@ def test_the_end_of_the_rental_is_a_deadline_too():
         pytest.param("07:00 Europe/Berlin", datetime(2026, 3, 28, 6, tzinfo=UTC), id="before the clocks change"),
         pytest.param("07:00 UTC", datetime(2026, 3, 28, 7, tzinfo=UTC), id="a zone with a T in its name"),
         pytest.param("2026-03-30T07:00:00", datetime(2026, 3, 30, 7, tzinfo=UTC), id="ISO without a zone is UTC"),
+        pytest.param("2026-03-30T07:00:00+02:00", datetime(2026, 3, 30, 5, tzinfo=UTC), id="ISO with a zone"),
+        pytest.param("2026-03-30", datetime(2026, 3, 30, tzinfo=UTC), id="a date is its beginning"),
+        pytest.param("12:00 UTC", datetime(2026, 3, 28, 12, tzinfo=UTC), id="just now is tomorrow"),
+        pytest.param("13:00 UTC", datetime(2026, 3, 27, 13, tzinfo=UTC), id="today"),
     ],
 )
 def test_next_time(text, expected):
