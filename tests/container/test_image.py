@@ -63,6 +63,37 @@ def test_the_supervisor_needs_no_newer_glibc_than_ubuntu_22_04_has(image):
     assert 30 < int(needed) <= 35
 
 
+def test_stacks_of_what_hangs_can_be_taken_without_a_capability(image):
+    """
+    py-spy, of a process of the same user, as the image starts by default; and nothing but the guardian judges its health.
+    """
+    script = (
+        "/opt/runner/bin/python -c 'import time; time.sleep(60)' & sleep 2; setsid /opt/runner/bin/py-spy dump --pid $!"
+    )
+
+    stacks = docker("run", "--rm", "--entrypoint", "bash", image, "-c", script)
+
+    assert "(idle)" in stacks
+    with engine() as client:
+        config = client.images.get(image).attrs["Config"]
+    assert ("SIGTERM", ["NONE"]) == (config["StopSignal"], config["Healthcheck"]["Test"])
+    assert "Apache-2.0" == config["Labels"]["org.opencontainers.image.licenses"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("/usr/bin/flock", "the base image has no flock: expected Debian"), ("/usr/bin/apt-get", "no apt-get: put")],
+)
+def test_a_base_that_will_not_do_ends_the_build_with_a_line(missing, said):
+    """
+    And not the first start of a server that is paid for.
+    """
+    base = build("-", dockerfile=f"FROM debian:bookworm-slim\nRUN rm {missing}\n")
+
+    with pytest.raises(AssertionError, match=said):
+        build("--build-arg", f"BASE_IMAGE={base}", str(PROJECT))
+
+
 def test_tini_is_pid_1_and_the_entrypoint_takes_any_command(image, code):
     """
     `docker run IMAGE validate job.yaml`; nothing in the user's folders or environment breaks the supervisor's Python.
