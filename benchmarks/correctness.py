@@ -53,6 +53,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from vramfarm import Checkpointer, folder
+from vramfarm.data import GlobalBatches, World
 from vramfarm.loading import Reader
 from vramfarm.protocol import Arena, Slot, Word
 from vramfarm.run import ResumeError
@@ -732,7 +733,7 @@ def theirs_load(path, model, optimizer):
 
 def resharded(engine, at, rounds, dice):
     """FSDP2 with AdamW, from one number of ranks to the next: the same bits in weights and optimizer."""
-    worlds = [1, 2, 4, 8, 4, 1] if rounds >= 10 else [1, 2, 4, 1]
+    worlds = [1, 2, 4, 8, 4, 2, 1, 8] if rounds >= 10 else [1, 2, 4, 1]
     return _from_one_to_the_next(engine, at, worlds, ["FSDP2"] * len(worlds), " → ".join(map(str, worlds)) + " ranks")
 
 
@@ -810,6 +811,39 @@ def resumed(engine, at, rounds, dice):
         ]
         return Outcome(int(good and epochs == [list(range(48))] * 2), 1, "with dropout and shuffled data")
     return Outcome(int(good), 1, "no dropout; order of the data and random numbers are the script's to keep")
+
+
+def accounted(engine, at, rounds, dice):
+    """From one number of ranks to the next, in the middle of an epoch and at its end: each step the same 16 samples, shared by more or fewer micro-batches."""
+    if engine is not Ours:
+        return Outcome(0, 0, "the order of the data is the script's to keep", skipped=True)
+
+    def target(rank, board, size, steps):
+        model, optimizer = spread()
+        data = TensorDataset(torch.arange(96), torch.arange(96 * 8).reshape(96, 8).float().sin())
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+        ckpt = Checkpointer(model, optimizer, loader=loader, dir=at / "checkpoints", save_interval="24h")
+        with (at / f"out.{rank}").open("a") as out:
+            for step, (index, x) in ckpt.steps(loader, max_steps=steps, accumulate=8 // size):
+                model(x).square().mean().backward()
+                if ckpt.last_micro_batch:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                print(step, *index.tolist(), file=out, flush=True)
+
+    for size, steps in ((8, 3), (4, 6), (2, 8), (1, 13), (8, 18)):
+        assert not any(Ranks(size, target, size, steps, log=at / "accounted").wait()), f"{at}/accounted"
+    told = [[] for _ in range(18)]
+    for line in (line for rank in range(8) for line in (at / f"out.{rank}").read_text().splitlines()):
+        step, *index = map(int, line.split())
+        told[step] += index
+    order = GlobalBatches(96, 16, World(0, 1), shuffle=True, seed=0, drop_last=False)
+    expected = []
+    for epoch in range(3):
+        order.seek(epoch, 0)
+        expected += order
+    good = sum(sorted(a) == sorted(b) for a, b in zip(told, expected, strict=True))
+    return Outcome(good, len(expected), "8 → 4 → 2 → 1 → 8 ranks, three epochs, with workers")
 
 
 def same_keys(engine, at, rounds, dice):
@@ -944,6 +978,7 @@ ROWS = (
     Row("FSDP2 with AdamW from one number of ranks to the next, bit for bit", resharded),
     Row("FSDP1, FSDP2 and DDP in turn, with AdamW, bit for bit", rewrapped),
     Row("resumed twice: the losses of the undisturbed run, bit for bit", resumed),
+    Row("the samples of each step from one number of ranks to the next, with gradient accumulation", accounted),
     Row("names without wrappers", same_keys),
     Row("two runs, one folder", two_runs),
 )

@@ -652,9 +652,13 @@ def test_under_a_supervisor_its_word_counts(tmp_path, monkeypatch):
 
 
 ENDS = """
+import os
+import signal
+import subprocess
 import sys
 import torch
 from vramfarm import Checkpointer
+from vramfarm.protocol import Word
 
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -675,10 +679,38 @@ else:
     for _ in range(7):
         learn()
         ckpt.step()
-if sys.argv[2] == "raise":
+if sys.argv[2] == "raise in a save":
+    step = 7
+    while not ckpt._seat.is_pending():
+        learn()
+        ckpt.save()
+        ckpt.step()
+        step += 1
+    model.weight.data.fill_(step)
+    os.kill(ckpt._seat.page[Word.SAVER_PID], signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {ckpt._seat.page[Word.SAVER_PID]}"])
+if sys.argv[2].startswith("raise"):
     raise ValueError("mine")
 print(f"ends {model.weight.detach().sum():.6f}")
 """
+
+
+def test_a_script_that_raises_in_a_save_has_saved(tmp_path):
+    """
+    What was staged is committed, as it was then, although the saver is held up while the interpreter ends.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path / "checkpoints"), "raise in a save"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    stored = newest(tmp_path)
+    assert (1, True) == (done.returncode, "ValueError: mine" in done.stderr)
+    assert stored.manifest.step > 7
+    assert float(stored.manifest.step) not in Reader(stored).read("model.weight").flatten().tolist()
 
 
 @pytest.mark.parametrize(("way", "code", "saved"), [("break", 0, [7]), ("own loop", 0, [7]), ("raise", 1, [])], ids=str)

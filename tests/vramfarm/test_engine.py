@@ -87,6 +87,39 @@ def test_a_save_holds_the_state_of_its_step(tmp_path, between):
         assert [k for k, tensor in then.items() if not torch.equal(tensor, reader.read(k))] == []
 
 
+def test_a_save_of_a_compiled_model_that_accumulates_holds_the_state_of_its_step(tmp_path):
+    """
+    Asked for with every micro-batch, so also while gradients are half accumulated, and while the save before is being
+    written: that one is whole, and what was asked meanwhile gets the next. VRAMFARM_BACKEND: another one than eager.
+    """
+    torch.manual_seed(0)
+    model = Small()
+    compiled = torch.compile(model, backend=os.environ.get("VRAMFARM_BACKEND", "eager"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(compiled, optimizer, dir=tmp_path, save_interval="1h", keep_last=STEPS)
+    page, history, asked_meanwhile = ckpt._seat.page, {}, 0
+    for step, x in ckpt.steps([torch.randn(4, 8) for _ in range(9)], epochs=3000, accumulate=3):
+        compiled(x).square().mean().backward()
+        if ckpt.last_micro_batch:
+            optimizer.step()
+            optimizer.zero_grad()
+            history[step + 1] = state_of(model, optimizer)
+        asked_meanwhile += bool(page[Word.SAVING_STEP])
+        ckpt.save()
+        time.sleep(0.005)
+        if ckpt.last_micro_batch and asked_meanwhile and page[Word.NUM_COMMITTED] > 4:
+            break
+    ckpt.finish()
+
+    found = folder.committed(tmp_path)
+    assert asked_meanwhile > 0
+    assert (max(history), True) == (found[0].manifest.step, len(found) > 4)
+    for stored in found:
+        reader, then = Reader(stored), history[stored.manifest.step]
+        assert set(then) == {k for k in reader.keys if not k.startswith("rng")}
+        assert [k for k, tensor in then.items() if not torch.equal(tensor, reader.read(k))] == []
+
+
 def test_what_stays_is_looked_at_once():
     """
     A state is walked again only when something in it was exchanged, not when it was trained.
