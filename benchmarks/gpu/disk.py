@@ -1,11 +1,15 @@
 """
 What the disk gives to as many writers and readers at once as there are cards, and what our shard writer makes of it. No torch, no card.
 
-    python benchmarks/gpu/disk.py FOLDER [--writers 2] [--gb 2] [--rounds 3] [--limit-s 50]
+    python benchmarks/gpu/disk.py FOLDER [--writers 2] [--gb 2] [--rounds 3] [--limit-s 50] [--busy]
 
 In turns, in one run: direct writes of plain memory with 1 to 16 pieces in flight, the same of a memory file, as the
 saver has it, our writer (checksums, fsync) with 4 and more pieces in flight; then direct reads. Also how fast one
 thread sums.
+
+With --busy one process more for each core does nothing but sums, as a training does that fills all cores; the last
+columns say what writing took of the processor, and how much slower those became meanwhile. `rude` is our writer without its
+niceness.
 """
 
 import argparse
@@ -56,9 +60,25 @@ def raw_read(path, view, depth):
 
 
 def ours(path, view, depth):
+    _write_ours(path, view, depth, 10)
+
+
+def rude(path, view, depth):
+    _write_ours(path, view, depth, 0)
+
+
+def _write_ours(path, view, depth, niceness):
     writing._idle.clear()
-    writing.IN_FLIGHT = depth
+    writing.IN_FLIGHT, writing._POLITE = depth, niceness
     writing.write_shard(path, view, len(view))
+
+
+def spin(counter):
+    """What a busy core gets done."""
+    raw = bytes(1 << 16)
+    while True:
+        zlib.crc32(raw)
+        counter.value += 1
 
 
 def work(number, folder, size, *, orders, barrier, answers):
@@ -68,7 +88,7 @@ def work(number, folder, size, *, orders, barrier, answers):
     filled(arenas.populate_arena(os.getpid(), arena.fd, size))
     started = time.perf_counter()
     zlib.crc32(plain[: 256 << 20])
-    answers.put((number, min(size, 256 << 20) / (time.perf_counter() - started)))
+    answers.put((min(size, 256 << 20) / (time.perf_counter() - started), 0))
     while (order := orders.get()) is not None:
         kind, depth = order
         path = Path(folder) / f"disk-{number}"
@@ -77,10 +97,11 @@ def work(number, folder, size, *, orders, barrier, answers):
             path.unlink(missing_ok=True)
             os.sync()
         barrier.wait(60)
-        started = time.perf_counter()
-        {"read": raw_read, "ours": ours}.get(kind, raw_write)(path, view, depth)
+        started, used = time.perf_counter(), time.process_time()
+        {"read": raw_read, "ours": ours, "rude": rude}.get(kind, raw_write)(path, view, depth)
+        used = time.process_time() - used
         barrier.wait(60)
-        answers.put((number, time.perf_counter() - started))
+        answers.put((time.perf_counter() - started, used))
     Path(folder, f"disk-{number}").unlink(missing_ok=True)
 
 
@@ -105,18 +126,28 @@ def main():
     ]
     for worker in workers:
         worker.start()
-    sums = [answers.get(timeout=60)[1] for _ in workers]
+    sums = [answers.get(timeout=60)[0] for _ in workers]
     kinds = [("plain memory", d) for d in (1, 4)] + [("memory file", d) for d in (4, 8)]
     kinds += [("ours", d) for d in (4, 5, 8)] + [("read", d) for d in (2, 4, 8)]
+    if arguments.busy:
+        kinds = [("plain memory", 4), ("ours", 8), ("rude", 8)]
+    counters = [context.Value("Q", lock=False) for _ in range(os.cpu_count() if arguments.busy else 0)]
+    for counter in counters:
+        context.Process(target=spin, args=(counter,), daemon=True).start()
     found = {kind: [] for kind in kinds}
     for _ in range(arguments.rounds):
         for kind in kinds:
             if time.monotonic() - began > arguments.limit_s:
                 break
+            undisturbed = pace(counters)
+            begun, before = time.perf_counter(), done(counters)
             for queue in orders:
                 queue.put(kind)
-            found[kind].append(max(answers.get(timeout=90)[1] for _ in workers))
-            print(f"{time.monotonic() - began:6.1f} {kind[0]}, {kind[1]}: {found[kind][-1]:.3f} s", flush=True)
+            told = [answers.get(timeout=90) for _ in workers]
+            took = max(seconds for seconds, _ in told)
+            slower = 1 - (done(counters) - before) / (time.perf_counter() - begun) / undisturbed if counters else 0
+            found[kind].append((took, sum(used for _, used in told), slower))
+            print(f"{time.monotonic() - began:6.1f} {kind[0]}, {kind[1]}: {found[kind][-1]}", flush=True)
     for queue in orders:
         queue.put(None)
     for worker in workers:
@@ -124,20 +155,39 @@ def main():
     write(folder, arguments, found, sums, arguments.writers * size)
 
 
+def done(counters):
+    return sum(counter.value for counter in counters)
+
+
+def pace(counters):
+    """Of the busy, undisturbed."""
+    if not counters:
+        return 1
+    before, begun = done(counters), time.perf_counter()
+    time.sleep(1)
+    return (done(counters) - before) / (time.perf_counter() - begun)
+
+
 def write(folder, arguments, found, sums, size):
     text = [
         f"{arguments.writers} at once, {size / 1e9:.1f} GB together, {os.cpu_count()} cores; one thread sums {statistics.mean(sums) / 1e9:.2f} GB/s",
         "",
-        "| | pieces of 8 MiB in flight, each | s, median (range) | GB/s |",
-        "|---|---|---|---|",
+        "| | pieces of 8 MiB in flight, each | s, median (range) | GB/s | CPU-s/GB | the busy cores slower meanwhile |",
+        "|---|---|---|---|---|---|",
     ]
-    names = {"ours": "our writer", "read": "direct read"}
+    names = {"ours": "our writer", "rude": "our writer, rude", "read": "direct read"}
     for (kind, depth), times in found.items():
         if times:
-            middle = statistics.median(times)
+            seconds, used, slower = zip(*times, strict=True)
+            middle = statistics.median(seconds)
+            cost = (
+                f"{statistics.median(used) / size * 1e9:.3f} | {statistics.median(slower):.0%}"
+                if arguments.busy
+                else f"{statistics.median(used) / size * 1e9:.3f} | "
+            )
             name = names.get(kind, f"direct write, {kind}")
             text.append(
-                f"| {name} | {depth} | {middle:.2f} ({min(times):.2f}–{max(times):.2f}) | {size / middle / 1e9:.2f} |"
+                f"| {name} | {depth} | {middle:.2f} ({min(seconds):.2f}–{max(seconds):.2f}) | {size / middle / 1e9:.2f} | {cost} |"
             )
     (folder / "disk.md").write_text("\n".join(text) + "\n")
     print("\n".join(text), flush=True)
@@ -150,6 +200,7 @@ def parse_arguments():
     parser.add_argument("--gb", type=float, default=2, help="of each writer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=50)
+    parser.add_argument("--busy", action="store_true", help="all cores are busy")
     return parser.parse_args()
 
 
