@@ -23,7 +23,8 @@ from vramfarm import protocol
 from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
-IN_FLIGHT: Final = 8  # pieces of a shard; measured: with 4 to 6 a disk had rests, since some are being summed
+IN_FLIGHT: Final = 8  # pieces of a shard
+_SUMMERS: Final = 4  # threads of a shard
 _BLOCK: Final = 4096
 _POLITE: Final = 10  # niceness; the disk's queue follows it
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -43,40 +44,48 @@ def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_b
     checksums: list[int] = []
     try:
         target.reserve()
-        with _threads() as pool:
+        with _threads() as threads:
             for begin in range(0, size, window_bytes):
                 memory, end = next(windows), min(begin + window_bytes, size)
-                checksums += _write_window(pool, target, memory, begin, end)
+                checksums += _write_window(threads, target, memory, begin, end)
         target.finish()
     finally:
         target.close()
     return Shard(path.name, size, tuple(checksums))
 
 
-def _write_window(pool: ThreadPoolExecutor, target: _Target, memory: memoryview, begin: int, end: int) -> Sequence[int]:
-    """Sums are jobs of their own: where processors are busy the disk does not wait for them."""
+def _write_window(threads: _Threads, target: _Target, memory: memoryview, begin: int, end: int) -> Sequence[int]:
+    """Sums have threads of their own: where processors are busy the disk does not wait for them."""
     jobs: list[Future[int]] = []
     for start in range(begin, end, protocol.CHUNK_BYTES):
-        jobs.append(pool.submit(target.write, memory, begin, start))
-        jobs.append(pool.submit(crc32, memory[start - begin : end - begin][: protocol.CHUNK_BYTES]))
+        jobs.append(threads.writers.submit(target.write, memory, begin, start))
+        jobs.append(threads.summers.submit(crc32, memory[start - begin : end - begin][: protocol.CHUNK_BYTES]))
     return _results(jobs)[1::2]
 
 
-_idle: Final[list[ThreadPoolExecutor]] = []
+class _Threads:
+    """Of one shard."""
+
+    def __init__(self) -> None:
+        self.writers = ThreadPoolExecutor(IN_FLIGHT, initializer=_be_polite)
+        self.summers = ThreadPoolExecutor(_SUMMERS, initializer=_be_polite)
+
+
+_idle: Final[list[_Threads]] = []
 
 
 @contextlib.contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
+def _threads() -> Iterator[_Threads]:
     """
-    Threads for one shard, kept for the next save.
+    Kept for the next save.
 
     Starting one may hang for good where memory has become short; those that are there go on.
     """
-    pool = _idle.pop() if _idle else ThreadPoolExecutor(IN_FLIGHT, initializer=_be_polite)
+    threads = _idle.pop() if _idle else _Threads()
     try:
-        yield pool
+        yield threads
     finally:
-        _idle.append(pool)
+        _idle.append(threads)
 
 
 def _results(jobs: Sequence[Future[int]]) -> tuple[int, ...]:
@@ -94,8 +103,10 @@ def is_written(memory: memoryview, shard: Shard) -> bool:
     if len(memory) != shard.size_bytes:
         return False
     starts = range(0, len(memory), protocol.CHUNK_BYTES)
-    with _threads() as pool:
-        found = _results([pool.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts])
+    with _threads() as threads:
+        found = _results(
+            [threads.summers.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts]
+        )
     return found == shard.checksums
 
 
