@@ -67,9 +67,7 @@ def test_stacks_of_what_hangs_can_be_taken_without_a_capability(image):
     """
     py-spy, of a process of the same user, as the image starts by default; and nothing but the guardian judges its health.
     """
-    script = (
-        "/opt/runner/bin/python -c 'import time; time.sleep(60)' & sleep 2; setsid /opt/runner/bin/py-spy dump --pid $!"
-    )
+    script = "/opt/runner/bin/python -c 'import time; time.sleep(60)' & sleep 2; /opt/runner/bin/py-spy dump --pid $!"
 
     stacks = docker("run", "--rm", "--entrypoint", "bash", image, "-c", script)
 
