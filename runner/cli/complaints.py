@@ -19,6 +19,7 @@ from runner.job import Job
 
 Path = tuple[str, ...]
 
+_ALIKE: Final = 0.72  # `max_hours` is no `max_cost`
 _UNTOLD: Final = {"secrets", "notify", "env"}
 
 
@@ -91,7 +92,7 @@ _SAY: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], str]]] = {
 _TYPES: Final = {
     "string": "must be text",
     "int": "must be a whole number",
-    "float": "must be a number",
+    "float": "must be a number such as 0.5 or 8e9",
     "finite": "must be a finite number",
     "bool": "must be true or false",
     "model": "must be a section of keys and values",
@@ -122,7 +123,7 @@ def _did_you_mean(path: Path) -> str:
     *above, key = path
     known = _known_keys()
     here = known.get(tuple(name.split("[")[0] for name in above), ())
-    if close := difflib.get_close_matches(key.lower(), here, n=1, cutoff=0.6):
+    if close := difflib.get_close_matches(key.lower(), here, n=1, cutoff=_ALIKE):
         return f", did you mean '{close[0]}'?"
     if homes := [".".join(home) for home, keys in known.items() if key in keys]:
         return f", it belongs under '{homes[0]}'" if homes[0] else ", it belongs at the top level"

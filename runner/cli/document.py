@@ -96,7 +96,7 @@ def parse_document(text: str) -> Node:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 0 if mark is None else mark.line + 1
-        raise DocumentError(Problem(line, f"not YAML: {_in_words(error.problem)}")) from None
+        raise DocumentError(Problem(line, f"not YAML: {_in_words(error, line)}")) from None
     except YAMLError as error:
         raise DocumentError(Problem(0, f"not YAML: {str(error).splitlines()[0]}")) from None
     except RecursionError:
@@ -114,10 +114,19 @@ def plain(node: Node) -> Any:  # noqa: ANN401  # what YAML can say
             return {key: plain(value) for key, value in node.entries.items()}
 
 
-def _in_words(problem: str | None) -> str:
-    if problem and "\\t" in problem:
+def _in_words(error: MarkedYAMLError, line: int) -> str:
+    """What the parser says, and where what it could not end begins."""
+    problem, begun = error.problem or "cannot be read", error.context_mark
+    if "\\t" in problem:
         return "a tab; YAML is indented with spaces"
-    return problem or "cannot be read"
+    if problem.startswith("mapping values"):
+        return "a second ': ' in one line, or a line that is indented too far; text with ': ' in it wants quotes"
+    since = begun.line + 1 if begun is not None else line
+    if problem == "found unexpected end of stream":
+        return f"the quote of line {since} is never closed"
+    if "flow" in (error.context or "") and "'" in problem:
+        return f"{problem}, in the brackets of line {since}; text with {{ or [ in it wants quotes"
+    return problem
 
 
 class _Builder:
@@ -180,6 +189,8 @@ class _Builder:
         lines: dict[str, int] = {}
         while not isinstance(event := next(self._events), MappingEndEvent):
             key = self._key(event, depth)
+            if key == "<<":
+                self._problems.append(Problem(_line(event), "<<: nothing is merged here; write the keys out"))
             if key in entries:
                 self._problems.append(Problem(_line(event), f"{key}: written twice, first in line {lines[key]}"))
             lines.setdefault(key, _line(event))

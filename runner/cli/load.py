@@ -34,6 +34,7 @@ from runner.errors import JobError
 from runner.job import ArchiveSource, Job, PathSource
 
 MAX_BYTES: Final = 1 << 20
+_UTF16: Final = frozenset({b"\xff\xfe", b"\xfe\xff"})
 FETCH_TIMEOUT_S: Final = 30.0
 STDIN: Final = "-"
 JOB_VARIABLE: Final = "RUNNER_JOB"
@@ -184,12 +185,16 @@ def _shown(url: str) -> str:
 
 def _text(name: str, raw: bytes) -> str:
     if len(raw) > MAX_BYTES:
-        raise JobError(f"{name}: expected at most {MAX_BYTES >> 20} MiB; this is no job.yaml")
+        raise JobError(
+            f"{name}: expected a job.yaml of at most {MAX_BYTES >> 20} MiB, found more",
+            hint="name the job itself; data and code are named in it",
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise JobError(f"{name}:{line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
+        found = "UTF-16" if raw[:2] in _UTF16 else f"byte 0x{raw[error.start]:02x}"
+        raise JobError(f"{name}:{line}: expected UTF-8 text, found {found}", hint="save it as UTF-8") from None
 
 
 # ------------------------------------------------------------------------------- parsing

@@ -35,6 +35,7 @@ from runner.job import (
 from runner.policy.resume import is_elsewhere
 from runner.words import size
 
+_VARIABLE: Final = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
 _FILLED: Final = (
     *("workspace", "name", "date", "config_dir"),
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         *planned(loaded.job),
         *_what_is_missing(loaded),
         *_warn_of_placeholders(loaded),
+        *_warn_of_variables(loaded),
         *_warn_of_batch(loaded.job),
         *_warn_of_fork(loaded.job),
         *warn(loaded.job, os.environ),
@@ -192,6 +194,16 @@ def _warn_of_placeholders(loaded: LoadedJob) -> Iterator[str]:
         close = difflib.get_close_matches(name, _FILLED, n=1)
         meant = f", did you mean {{{close[0]}}}?" if close else ""
         yield f"{place_of(loaded, 'command')}command: nobody fills in {{{name}}}: the script gets it as it stands{meant}"
+
+
+def _warn_of_variables(loaded: LoadedJob) -> Iterator[str]:
+    """No shell reads the command, nor values of `env`; it may be text all the same."""
+    job = loaded.written
+    words = split_command(job.command, resume_args=(), values={})
+    texts = [] if "-c" in words else [("command", job.command)]
+    for key, text in [*texts, *((f"env.{name}", value) for name, value in job.env.items())]:
+        for name in dict.fromkeys(_VARIABLE.findall(text)):
+            yield f"{place_of(loaded, key)}{key}: {name} stays as it stands: no shell reads it; write the value out, or have the script read the variable"
 
 
 def _warn_of_batch(job: Job) -> Iterator[str]:

@@ -287,6 +287,21 @@ def test_a_placeholder_that_nobody_fills_is_said(tmp_path, cli):
     assert expected == [line for line in done if "nobody fills in" in line]
 
 
+def test_a_variable_that_no_shell_reads_is_said(tmp_path, cli):
+    """
+    In the command and in env, with its line; where a shell is asked for it is none.
+    """
+    (tmp_path / "job.yaml").write_text("name: a\ncommand: train.py --out $HOME/x\nenv:\n  A: ${B}\n  C: 5$\n")
+    (tmp_path / "shell.yaml").write_text("name: a\nlauncher: command\ncommand: bash -c 'echo $HOME'\n")
+
+    done, shell = (json.loads(cli("validate", "--json", name).stdout) for name in ("job.yaml", "shell.yaml"))
+
+    assert [["job.yaml:2: command: $HOME", "job.yaml:4: env.A: ${B}"], []] == [
+        [line.partition(" stays as it stands")[0] for line in found["warnings"] if "no shell reads it" in line]
+        for found in (done, shell)
+    ]
+
+
 def test_a_command_without_its_way_to_resume_has_its_line(tmp_path, cli):
     """
     A framework that saves by itself needs {resume_args}; the message says in which line.

@@ -109,7 +109,7 @@ MISTAKES = {
     "number for text": ("command: t\nname: 7", "job.yaml:2: name: must be text, got 7"),
     "text for number": (
         "command: t\nmodel: {parameters: many}",
-        "job.yaml:2: model.parameters: must be a number, got 'many'",
+        "job.yaml:2: model.parameters: must be a number such as 0.5 or 8e9, got 'many'",
     ),
     "endless number": (
         "command: t\nmodel: {parameters: 1e999}",
@@ -155,7 +155,31 @@ MISTAKES = {
         "job.yaml:3: checkpoint.dir: expected {workspace}, {name}, {date} or {config_dir}, found {nmae}",
     ),
     "key twice": ("command: t\ncommand: u", "job.yaml:2: command: written twice, first in line 1"),
-    "no YAML": ("command: a: b", "job.yaml:1: not YAML: mapping values are not allowed here"),
+    "no YAML": (
+        "command: a: b",
+        "job.yaml:1: not YAML: a second ': ' in one line, or a line that is indented too far; text with ': ' in it wants quotes",
+    ),
+    "a quote that is not closed": (
+        "command: t\nname: 'a\ncards: 1\n",
+        "job.yaml:4: not YAML: the quote of line 2 is never closed",
+    ),
+    "an unquoted variable": (
+        "command: t\nenv: {X: ${NOPE}}",
+        "job.yaml:2: not YAML: expected ',' or '}', but got '{', in the brackets of line 2; text with { or [ in it wants quotes",
+    ),
+    "a bracket that is not closed": (
+        "command: t\nsecrets: [A\ncards: 1\n",
+        "job.yaml:3: not YAML: expected ',' or ']', but got ':', in the brackets of line 2; text with { or [ in it wants quotes",
+    ),
+    "a merge": ("command: t\ncheckpoint:\n  <<: {}", "job.yaml:3: <<: nothing is merged here; write the keys out"),
+    "a key of another tool": (
+        "command: t\nlimits: {max_hours: 8}",
+        "job.yaml:2: limits.max_hours: unknown key; known here: max_duration, until, max_cost, on_limit",
+    ),
+    "parameters by a letter": (
+        "command: t\nmodel: {parameters: 8B}",
+        "job.yaml:2: model.parameters: must be a number such as 0.5 or 8e9, got '8B'",
+    ),
     "tab": ("command: t\nfinish:\n\thold: 0s", "job.yaml:3: not YAML: a tab; YAML is indented with spaces"),
     "two documents": ("command: t\n---\ncommand: u", "job.yaml:2: a second document starts here; one file is one job"),
     "unknown alias": ("command: *x", "job.yaml:1: *x: nothing above is called &x"),
@@ -241,7 +265,7 @@ def test_a_file_of_more_than_a_mebibyte_is_refused(tmp_path):
     """
     Somebody named the data set instead of the job.
     """
-    assert ["job.yaml: expected at most 1 MiB; this is no job.yaml"] == mistakes(tmp_path, "#" * (MAX_BYTES + 1))
+    assert ["job.yaml: expected a job.yaml of at most 1 MiB, found more"] == mistakes(tmp_path, "#" * (MAX_BYTES + 1))
 
 
 def test_text_that_is_not_utf8_names_its_line(tmp_path):
