@@ -15,6 +15,7 @@ from typing import Final
 from runner.cli.output import out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import open_run
+from runner.cli.streams import speaking
 from runner.errors import JobError
 from runner.supervise.logs import Follower, Line, find_streams, tail
 
@@ -117,4 +118,5 @@ def _print(lines: Iterable[Line], *, as_json: bool) -> None:
             continue
         who = "launcher" if line.rank < 0 else f"rank {line.rank}"
         out(f"{who}: {line.text}")
-    sys.stdout.flush()
+    with speaking():
+        sys.stdout.flush()

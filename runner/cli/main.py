@@ -14,10 +14,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Final, Protocol, cast
 
 from runner import __version__
 from runner.cli.bugreport import where, write_bug_report
+from runner.cli.streams import discard_stdout, open_what_is_closed, speaking
 from runner.errors import JobError, RunnerError
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
@@ -63,14 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code. Nothing escapes but `SystemExit` of argparse."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        open_what_is_closed()
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        with speaking():
+            sys.stdout.flush()
     except RunnerError as error:
         return _complain(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_stdout()
+        discard_stdout()
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001  # the edge: whatever it is, the user gets a report
         return _report(error, arguments)
@@ -117,6 +121,8 @@ def _complain(error: RunnerError) -> int:
 
 
 def _report(error: Exception, arguments: list[str]) -> int:
+    if isinstance(error, FileNotFoundError) and _is_nowhere():
+        return _complain(JobError("the current folder: it was removed", hint="cd to another one"))
     path = write_bug_report(error, arguments, os.environ)
     _say(f"error: unexpected: {type(error).__name__}: {str(error)[:200]} ({where(error)})")
     _say(f"hint: this is a fault of the runner; the report is {path}" if path else "hint: no report could be written")
@@ -128,8 +134,9 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201  # the log of a command
 
 
-def _discard_stdout() -> None:
-    """Python flushes standard output once more on its way out; let that succeed."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
+def _is_nowhere() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False

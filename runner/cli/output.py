@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
+from runner.cli.streams import speaking
 from runner.errors import JobError
 from runner.words import span
 
@@ -20,7 +21,8 @@ _BAR_CELLS: Final = 24
 
 def out(text: str) -> None:
     """One line of data."""
-    sys.stdout.write(f"{text}\n")
+    with speaking():
+        sys.stdout.write(f"{text}\n")
 
 
 def out_json(value: Any) -> None:  # noqa: ANN401  # JSON

@@ -36,6 +36,7 @@ from runner.cli.rehearsal_place import MARK, Place, empty, end_run, own_folder, 
 from runner.cli.rehearsal_words import describe, night
 from runner.cli.rental import as_told, ask, doubt, rented
 from runner.cli.runs import is_alive
+from runner.cli.streams import speaking
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Attempt, Checkpoint, Server
 from runner.job import AtEnd, FinishPolicy, Job, Limits, OnLimit, ProviderName, ProviderPolicy
@@ -230,7 +231,8 @@ class _Rehearsal:
             sys.stderr.write(f"{line}\n")
             return
         out(line)
-        sys.stdout.flush()
+        with speaking():
+            sys.stdout.flush()
 
     def _tell(self, result: Result) -> None:
         self._results.append(result)

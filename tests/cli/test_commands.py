@@ -138,6 +138,38 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert (141, b"") == (done.returncode, done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        pytest.param(">&-", 0, "", id="closed"),
+        pytest.param("<&- >&- 2>&-", 0, "", id="all closed"),
+        pytest.param(">/dev/full", 3, "error: standard output: no space left on device", id="a full disk"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_no_fault_of_ours(tmp_path, redirection, code, said):
+    """
+    One line, or none where nobody wants to know.
+    """
+    write_run(tmp_path / "llama")
+    argv = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-m", "runner", "status", str(tmp_path / "llama")]
+
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (code, said) == (done.returncode, done.stderr.partition("\n")[0])
+
+
+def test_a_folder_that_was_removed_under_the_shell_is_said(tmp_path):
+    """
+    A relative name leads nowhere then.
+    """
+    script = f'cd {tmp_path} && rmdir {tmp_path} && exec "$@"'
+    argv = ["sh", "-c", script, "sh", sys.executable, "-I", "-m", "runner", "status", "llama/job.yaml"]
+
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (2, "error: the current folder: it was removed") == (done.returncode, done.stderr.partition("\n")[0])
+
+
 def test_a_fault_of_ours_leaves_a_report_without_secrets(tmp_path, cli):
     """
     What nobody expected becomes a file to send in: traceback, versions, arguments, and no secret.
