@@ -14,7 +14,7 @@ TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 ROOT = Path(__file__).parents[2]
 JOB = f"""
 name: tiny
-command: {sys.executable} {TRAINER} --steps 150 --step-time 0.1 --bytes 1000
+command: {sys.executable} {TRAINER} --steps 60 --step-time 0.1 --bytes 1000
 launcher: command
 cpu_processes: 1
 checkpoint: {{save_interval: 1s}}

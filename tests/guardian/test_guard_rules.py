@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -21,6 +22,7 @@ from runner.policy.guard import (
     dump_armed,
     hold_until,
     is_due,
+    names_run,
     parse_armed,
     parse_word,
     rearm,
@@ -221,3 +223,29 @@ def test_bytes_that_are_something_else_are_a_value_error(raw):
     """
     with pytest.raises(ValueError):  # noqa: PT011  # json's too
         parse_armed(raw)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"deadline_at": "2026-01-01T00:00:00+00:00"}, {"first_boot_at": "2026-01-01T00:00:00+00:00"}]
+)
+def test_half_of_what_was_kept_is_nothing(fields):
+    """
+    Both moments are needed, of the first boot and of the end.
+    """
+    with pytest.raises(ValueError, match="first_boot_at and deadline_at"):
+        parse_armed(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("word", "run"),
+    [
+        ({"deadline": "2026-01-01T00:00:00+00:00", "run": "/workspace/job"}, "/workspace/job"),
+        ({"deadline": "2026-01-01T00:00:00+00:00"}, ""),
+        ({"notify": [], "run": "/workspace/job"}, ""),
+    ],
+)
+def test_only_a_deadline_names_the_run_that_was_accepted(word, run):
+    """
+    A runner that died before it accepted a job is started again as a person would.
+    """
+    assert run == names_run(json.dumps(word).encode())

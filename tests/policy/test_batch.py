@@ -52,6 +52,16 @@ def told(*, samples=256, cards=4, before=8, before_batch=256, resume=REF, whole=
     return list(tell_batch(job(**wish), Launch(2, resume, 0), history, seen))
 
 
+def test_a_batch_that_changes_is_not_said_to_be_kept():
+    """
+    Nor is it told from how many cards it came: that is another line's.
+    """
+    first, second = told(samples=256, cards=4, before=8, before_batch=128)
+
+    assert "global batch 256: 4 a card x 4 cards x 16 (VRAMFARM_GRAD_ACCUM)" == first
+    assert second.startswith("the global batch changes, 128 before, 256 now")
+
+
 @pytest.mark.parametrize(("cards", "expected"), [(1, 64), (2, 32), (4, 16), (8, 8)])
 def test_fewer_cards_accumulate_more(cards, expected):
     """

@@ -63,6 +63,13 @@ def test_the_interval_follows_what_a_save_and_a_failure_cost(save_s, upload_s, b
     assert round(expected) == round(advise_interval(save_s, upload_s, between) / minutes(1))
 
 
+def test_the_interval_is_dalys():
+    """
+    To the second, where a save is no small part of the time between failures: Young's would be 40 s longer.
+    """
+    assert timedelta(seconds=890) == advise_interval(60, 0, timedelta(hours=2))
+
+
 @given(st.floats(0, 1e5), st.floats(0, 1e5), st.timedeltas(minutes(1), timedelta(days=1000)))
 def test_no_interval_is_shorter_than_an_upload_or_a_save(save_s, upload_s, between):
     """

@@ -250,6 +250,29 @@ def test_a_slow_start_says_nothing_of_the_cards():
     assert "not tested: no word for 40 s" in found.message
 
 
+def test_a_second_try_that_came_too_late_says_nothing_either():
+    """
+    Whatever the first one was: it may have been a slow start, too.
+    """
+    late = trial(LATE, cards=NVLINK.everyone, message="no word for 40 s")
+
+    (found,) = judge_trials([trial(SILENT, cards=NVLINK.everyone), late], NVLINK)
+
+    assert (Severity.WARN, "not tested: no word for 40 s") == (found.severity, found.message)
+
+
+def test_trouble_of_one_try_is_not_said_to_come_twice():
+    """
+    And processes on the CPU are no reason to swap a machine.
+    """
+    silent = trial(SILENT, message="no word for 20 s")
+
+    (once,), (twice,) = judge_trials([silent], CPU), judge_trials([silent, silent], CPU)
+
+    assert (Severity.WARN, "the processes hang (no word for 20 s)", "") == (once.severity, once.message, once.hint)
+    assert (Severity.REFUSE, True, "") == (twice.severity, twice.message.endswith(", twice"), twice.hint)
+
+
 def test_one_card_must_compute():
     """
     With what torch says of it; the second time it is refused.

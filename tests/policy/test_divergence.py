@@ -5,9 +5,9 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from runner.facts import Attempt, Divergence, Progress
+from runner.facts import Attempt, Checkpoint, Divergence, History, Progress
 from runner.job import GuardPolicy
-from runner.policy.divergence import LossWatch, divergence, first_distrusted, watch_loss
+from runner.policy.divergence import LossWatch, divergence, first_distrusted, newest_good, watch_loss
 from tests.simworld import START
 from vramfarm.protocol import Ref
 
@@ -64,3 +64,13 @@ def test_a_threshold_without_patience_is_refused():
     """
     with pytest.raises(ValidationError, match="needs nan_patience"):
         GuardPolicy(divergence_threshold=3.0)
+
+
+def test_a_checkpoint_of_before_is_good_although_no_attempt_is_known_here():
+    """
+    It came from another machine.
+    """
+    found = Divergence(good_step=5, since_step=7, num_steps=1, loss=NAN)
+    checkpoint = Checkpoint(ref=Ref(1, 3, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+
+    assert checkpoint.ref == newest_good((checkpoint,), History(), found)

@@ -63,6 +63,27 @@ def test_what_is_dumped_is_parsed():
     assert machines == parse(json.loads(json.dumps(dump(machines))))
 
 
+def test_an_entry_with_a_time_of_no_zone_is_none():
+    """
+    It could not be compared with any other.
+    """
+    (entry,) = json.loads(json.dumps(dump((machine("a", concluded_at=START),))))["machines"]
+
+    assert 1 == len(parse({"machines": [entry]}))
+    assert () == parse({"machines": [entry | {"concluded_at": "2026-01-01T00:00:00"}]})
+
+
+def test_what_an_attempt_came_to_is_not_written_over_by_the_last_look():
+    """
+    Its page is gone by then, and says nothing.
+    """
+    ended = attempt(1, ending=Ending.FAILED, step=300)
+    history = History(accepted_at=START, opened_at=START, attempts=(ended,))
+    looked = Running(step=0, first_step_at=None)
+
+    assert (ended,) == describe_machine(history, machine("a"), START, looked).attempts
+
+
 @pytest.mark.parametrize(
     "garbage",
     [None, [], {}, {"machines": 5}, {"machines": [5, {}, {"id": "a"}, None]}],

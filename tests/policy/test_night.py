@@ -350,6 +350,16 @@ def test_the_lower_of_two_prices_counts():
     assert Decimal(15) == wish_of(job, at_most=Decimal(15), lasts=timedelta(hours=1)).max_price
 
 
+@pytest.mark.parametrize(("cards", "expected"), [("all", None), (4, 4)])
+def test_all_cards_are_however_many_a_machine_has(cards, expected):
+    """
+    A number is that number.
+    """
+    job = Job.model_validate({"command": "train.py", "cards": cards})
+
+    assert expected == wish_of(job, at_most=None, lasts=timedelta(hours=1)).cards
+
+
 def test_the_disk_has_room_for_the_checkpoints():
     """
     Of an 8B model with AdamW 112 GB each, and not more than the machine has.

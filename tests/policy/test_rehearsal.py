@@ -311,6 +311,19 @@ def test_of_a_script_that_saves_for_itself_counts_how_often_it_was_seen_to():
     assert 1800.0 == saves_every_s(FRAMEWORK, replace(seen, local=()))
 
 
+@pytest.mark.parametrize(
+    ("attempt", "label", "cure"),
+    [(failed(), " [boom: a bug]", "mend it"), (replace(failed(), diagnosis=None), "", "")],
+)
+def test_an_attempt_that_fails_by_itself_is_told_with_what_triage_says(attempt, label, cure):
+    """
+    Where nobody knows what it was, the line of its log has to do.
+    """
+    found = decide(SCENE, UNTIL[Check.SAVE], replace(TRAINING, attempts=(attempt,)))
+
+    assert (f"attempt 1 failed by itself at step 7: rank 1: boom{label}", cure) == (found.problem, found.cure)
+
+
 def test_a_crash_costs_the_time_between_saves_a_save_and_the_way_back():
     """
     Known only where both were measured.

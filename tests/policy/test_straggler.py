@@ -78,6 +78,13 @@ def test_a_short_time_proves_nothing():
     assert "" == looked(lambda r: 0.3 * (r == 2), looks=20)
 
 
+def test_a_card_that_was_hot_twice_proves_nothing():
+    """
+    Looks between two samples show the same sample, and are no further ones.
+    """
+    assert "" == looked(lambda _: 0.0, looks=24, held={1})
+
+
 def test_one_rank_has_nobody_to_hold_up():
     """
     And is never called slow.
