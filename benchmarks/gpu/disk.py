@@ -3,9 +3,9 @@ What the disk gives to as many writers and readers at once as there are cards, a
 
     python benchmarks/gpu/disk.py FOLDER [--writers 2] [--gb 2] [--rounds 3] [--limit-s 50] [--busy]
 
-In turns, in one run: direct writes of plain memory with 1 to 16 pieces in flight, the same of a memory file, as the
-saver has it, our writer (checksums, fsync) with 4 and more pieces in flight; then direct reads. Also how fast one
-thread sums.
+In turns, in one run: direct writes of plain memory, of a memory file, as the saver has it, and of huge pages; our writer
+(checksums, fsync); direct reads into plain memory and into huge pages, as our reader has them. Also how fast one thread
+sums.
 
 With --busy one process more for each core does nothing but sums, as a training does that fills all cores; the last
 columns say what writing took of the processor, and how much slower those became meanwhile. `rude` is our writer without its
@@ -26,7 +26,7 @@ from pathlib import Path
 import page
 
 sys.path.append(str(page.ROOT))
-from benchmarks.raw import PIECE, direct, get, put
+from benchmarks.raw import PIECE, direct, get, huge, put
 from vramfarm import memory as arenas
 from vramfarm import writing
 
@@ -83,7 +83,7 @@ def spin(counter):
 
 def work(number, folder, size, *, orders, barrier, answers):
     """One writer: does what all do, at the same time."""
-    plain = filled(memoryview(mmap.mmap(-1, size)))
+    plain, large = filled(memoryview(mmap.mmap(-1, size))), filled(huge(size))
     arena = arenas.StagingMemory(size)
     filled(arenas.populate_arena(os.getpid(), arena.fd, size))
     started = time.perf_counter()
@@ -92,13 +92,13 @@ def work(number, folder, size, *, orders, barrier, answers):
     while (order := orders.get()) is not None:
         kind, depth = order
         path = Path(folder) / f"disk-{number}"
-        view = plain if kind in {"plain memory", "read"} else arena.memory
-        if kind != "read":
+        view = {"plain memory": plain, "read": plain}.get(kind, large if "huge" in kind else arena.memory)
+        if not kind.startswith("read"):
             path.unlink(missing_ok=True)
             os.sync()
         barrier.wait(60)
         started, used = time.perf_counter(), time.process_time()
-        {"read": raw_read, "ours": ours, "rude": rude}.get(kind, raw_write)(path, view, depth)
+        {"read": raw_read, "read huge": raw_read, "ours": ours, "rude": rude}.get(kind, raw_write)(path, view, depth)
         used = time.process_time() - used
         barrier.wait(60)
         answers.put((time.perf_counter() - started, used))
@@ -127,8 +127,8 @@ def main():
     for worker in workers:
         worker.start()
     sums = [answers.get(timeout=60)[0] for _ in workers]
-    kinds = [("plain memory", d) for d in (1, 4)] + [("memory file", d) for d in (4, 8)]
-    kinds += [("ours", d) for d in (4, 5, 8)] + [("read", d) for d in (2, 4, 8)]
+    kinds = [("plain memory", 4), ("memory file", 8), ("ours", 8), ("huge pages", 4), ("huge pages", 8)]
+    kinds += [("read", 4), ("read huge", 4), ("read huge", 8)]
     if arguments.busy:
         kinds = [("plain memory", 4), ("ours", 8), ("rude", 8)]
     counters = [context.Value("Q", lock=False) for _ in range(os.cpu_count() if arguments.busy else 0)]
@@ -175,7 +175,12 @@ def write(folder, arguments, found, sums, size):
         "| | pieces of 8 MiB in flight, each | s, median (range) | GB/s | CPU-s/GB | the busy cores slower meanwhile |",
         "|---|---|---|---|---|---|",
     ]
-    names = {"ours": "our writer", "rude": "our writer, rude", "read": "direct read"}
+    names = {
+        "ours": "our writer",
+        "rude": "our writer, rude",
+        "read": "direct read into plain memory",
+        "read huge": "direct read into huge pages",
+    }
     for (kind, depth), times in found.items():
         if times:
             seconds, used, slower = zip(*times, strict=True)
