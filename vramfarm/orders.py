@@ -1,0 +1,51 @@
+"""What the saver is told, and where it says what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from vramfarm import protocol
+from vramfarm.protocol import Env
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the saver is told, once, by its environment."""
+
+    control: Path
+    directory: Path
+    interval_s: float
+    job: str
+    lineage: int
+    attempt: int
+    resumed_step: int
+    end_file: Path | None
+    keep_last: int | None
+
+    @classmethod
+    def parse(cls, env: Mapping[str, str]) -> Orders:
+        resume = env.get(Env.RESUME, "none")
+        end_file, keep_last = env.get(Env.END_FILE), env.get(Env.KEEP_LAST)
+        return cls(
+            control=Path(env[Env.CONTROL]),
+            directory=Path(env[Env.CHECKPOINT_DIR]),
+            interval_s=float(env.get(Env.SAVE_INTERVAL_S, "1800")),
+            job=env.get(Env.JOB) or "job",
+            lineage=int(env.get(Env.LINEAGE, "0")),
+            attempt=int(env.get(Env.ATTEMPT, "1")),
+            resumed_step=0 if resume == "none" else protocol.parse_name(Path(resume).name)[0],
+            end_file=Path(end_file) if end_file else None,
+            keep_last=int(keep_last) if keep_last else None,
+        )
+
+
+def say(text: str) -> None:
+    """Into its log, if there is room for it: whoever keeps the checkpoints does not die of a word."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        os.write(sys.stderr.fileno(), f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}\n".encode())
