@@ -15,8 +15,8 @@ import atexit
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,15 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import alike, copies, data, folder, memory, run, state
+from vramfarm import alike, copies, data, memory, resuming, run, state
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.frozen import LEAST_BYTES
-from vramfarm.loading import DamagedError, Reader
+from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
 from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
-from vramfarm.run import Choice, ResumeError, Wanted
+from vramfarm.resuming import Training
+from vramfarm.run import Choice, Wanted
 from vramfarm.seat import NO_FROZEN, Frozen, SaverProcess, Seat, log_path
 from vramfarm.state import Snapshot
 from vramfarm.still import Still
@@ -466,27 +467,14 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ resuming
 
     def _resume(self, env: dict[str, str], resume: str) -> str | None:
-        """Restore the newest checkpoint that is whole, on all ranks the same. Return its name."""
-        supervised = run.is_supervised(env)
-        directory = Path(env[Env.CHECKPOINT_DIR])
-        while True:
-            choice = run.told(env) if supervised else self._agree(directory, resume)
-            problem, fatal = ("", False) if choice.resume is None else self._try(choice.resume)
-            said = run.share(self._world, [problem, fatal])
-            problems = [text for text, _ in said if text]
-            if not problems:
-                break
-            if any(is_fatal for _, is_fatal in said):
-                raise StateError(problems[0])
-            assert choice.resume is not None
-            if self._world.rank == 0 and choice.resume.exists():
-                folder.set_aside(choice.resume)
-            run.share(self._world, None)  # nobody looks before it is out of the way
-            if supervised or resume != "auto":
-                raise ResumeError(
-                    f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
-                )
-            self._say(f"{problems[0]}; set aside, trying an older one")
+        """Go on from the newest checkpoint that is whole. Return its name."""
+        supervised, directory = run.is_supervised(env), Path(env[Env.CHECKPOINT_DIR])
+
+        def choose() -> Choice:
+            return run.told(env) if supervised else resuming.agree(self._world, directory, resume, self._say)
+
+        alone = not supervised and resume == "auto"
+        choice = resuming.go_on(choose, self._load, self._world, self._say, tries_older=alone)
         if choice.resume is None:
             self._collect()  # refuse now what cannot be saved; there is no optimizer state yet, and none is made
         self._start_saver(env, choice)
@@ -494,109 +482,19 @@ class Checkpointer:
             self._say("starting at step 0" + (" (resume: never)" if resume == "never" and not supervised else ""))
         return choice.resume.name if choice.resume else None
 
-    def _agree(self, directory: Path, resume: str) -> Choice:
-        """Rank 0 chooses; its refusal is everybody's."""
-        mine: Any = None
-        if self._world.rank == 0:
-            try:
-                run.expect_no_other_writer(directory)
-                choice = run.choose(directory, resume)
-                for reason in run.passed_over(directory, choice.resume) if choice.resume else ():
-                    self._say(f"passed over: {reason}")
-                mine = [str(choice.resume) if choice.resume else None, choice.lineage, choice.attempt]
-            except ResumeError as error:
-                mine = str(error)
-        told = run.share(self._world, mine)[0]
-        if isinstance(told, str):
-            raise ResumeError(told)
-        return Choice(Path(told[0]) if told[0] else None, told[1], told[2])
-
-    def _try(self, path: Path) -> tuple[str, bool]:
-        """Load it. Return what is wrong, and whether an older one could not be any better."""
-        stored = folder.read(path)
-        if isinstance(stored, str):
-            return stored, False
-        try:
-            self._load(Reader(stored))
-        except DamagedError as error:
-            return str(error), False
-        except StateError as error:
-            return str(error), True
-        except Exception as error:  # noqa: BLE001  # whatever the script's own objects raise; the other ranks wait for our word
-            traceback.print_exc()
-            return f"{path.name}: {error!r}", True
-        return "", False
-
     def _load(self, reader: Reader) -> None:
-        """Ask for everything, read it in one go, hand it out: nothing but tensors is touched before all of it was verified."""
-        manifest = reader.manifest
-        ranks = manifest.state["ranks"]
-        report = _Report()
-        rest = self._plan(reader, ranks, report)
-        own = self._plan_own(reader, ranks)
-        reader.flush()
-        for then in rest:
-            then()
-        self._step = ranks["0"]["shared"]["step"]
-        self._apply_own(own, len(ranks), report)
-        self._apply_position(own, ranks, report)
-        self._say(f"resumed from {manifest.ref.name} ({run.num_shards_text(manifest)})\n{report.text()}")
+        found = resuming.load(reader, self._training())
+        self._step, self._rng, self._position = found.step, found.rng, found.position
+        self._saved = Saved(replace(found.position), found.data_ranks, found.loader_state)
+        note = "" if self._loader is None else f"; {self._take_feed(self._loader).note}"
+        position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"
+        found.report.restored(f"data position ({position})")
+        about = f"{reader.manifest.ref.name} ({run.num_shards_text(reader.manifest)})"
+        self._say(f"resumed from {about}\n{found.report.text()}")
 
-    def _plan(self, reader: Reader, ranks: dict[str, Any], report: _Report) -> list[state.Then]:
-        """Ask for what all ranks share. Return what is left to do with it."""
-        rest, shared = [], ranks["0"]["shared"]
-        models = self._models()
-        for name, module in models.items():
-            if report.is_there(name, shared["models"]):
-                count, then = state.plan_module(reader, name, module, shared["models"][name])
-                rest.append(then)
-                report.restored(f"{name} ({count} tensors)")
-        for name, optimizer in self._optimizers:
-            if report.is_there(name, shared["optimizers"]):
-                saved = shared["optimizers"][name]
-                others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
-                whole = saved | {"state": state.merge_states(saved["state"], others)}
-                rest.append(state.plan_optimizer(reader, optimizer, list(models.values()), whole))
-                report.restored(name)
-        for name, thing in self._objects.items():
-            if name not in models and report.is_there(name, shared["objects"]):
-                rest.append(state.plan_object(reader, thing, shared["objects"][name]))
-                report.restored(name)
-        for name in sorted(
-            {n for kind in ("models", "optimizers", "objects") for n in shared[kind]} - set(self._names())
-        ):
-            report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
-        return rest
-
-    def _plan_own(self, reader: Reader, ranks: dict[str, Any]) -> dict[str, Any]:
-        """Ask for what is this rank's own; nothing where the ranks are not the same."""
-        if len(ranks) != self._world.size:
-            return {}
-        own = ranks[str(self._world.rank)]["own"]
-        return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader") if name in own}
-
-    def _apply_own(self, own: dict[str, Any], num_ranks: int, report: _Report) -> None:
-        """Random numbers: each rank's own, or new ones where the ranks are not the same."""
-        if num_ranks == self._world.size:
-            self._rng = own["rng"]
-            state.apply_rng(self._rng)
-            report.restored("random numbers")
-            return
-        self._rng = None
-        state.reseed(self._seed, self._step, self._world.rank)
-        report.left_out(
-            f"random numbers: saved by {num_ranks} ranks, now {self._world.size}; seeded anew from (seed, step, rank)"
-        )
-
-    def _apply_position(self, own: dict[str, Any], ranks: dict[str, Any], report: _Report) -> None:
-        position = ranks["0"]["shared"]["position"]
-        self._position = Position.parse(position)
-        self._saved = Saved(Position.parse(position), ranks["0"]["shared"]["data_ranks"], own.get("loader"))
-        if self._loader is None:
-            report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it)")
-            return
-        feed = self._take_feed(self._loader)
-        report.restored(f"data position (epoch {position['epoch']}, {position['cursor']} samples into it; {feed.note})")
+    def _training(self) -> Training:
+        objects = {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
+        return Training(self._models(), self._optimizers, objects, self._seed, self._world)
 
     def _take_feed(self, loader: Iterable[Any]) -> Feed:
         """One feed for a loader: it may hold workers."""
@@ -632,30 +530,6 @@ class Checkpointer:
     def _say(self, text: str) -> None:
         if self._world.rank == 0:
             print(f"vramfarm: {text}", file=sys.stderr, flush=True)  # noqa: T201  # the script's log
-
-
-class _Report:
-    """What was restored, what was not, and why."""
-
-    def __init__(self) -> None:
-        self._restored: list[str] = []
-        self._left_out: list[str] = []
-
-    def is_there(self, name: str, saved: dict[str, Any]) -> bool:
-        if name not in saved:
-            self.left_out(f"{name}: not in the checkpoint, starts afresh")
-        return name in saved
-
-    def restored(self, what: str) -> None:
-        self._restored.append(what)
-
-    def left_out(self, why: str) -> None:
-        self._left_out.append(why)
-
-    def text(self) -> str:
-        return "\n".join(
-            [f"  restored: {', '.join(self._restored)}", *(f"  not restored: {why}" for why in self._left_out)]
-        )
 
 
 def _named_optimizers(

@@ -1,0 +1,193 @@
+"""
+Going on from a checkpoint: which one, on all ranks the same, and all of it put back or nothing.
+
+Ranks wait for each other here, in the constructor, and nowhere later. Nothing but the bytes of tensors is
+touched before all of it was verified.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vramfarm import folder, run, state
+from vramfarm.data import Position, World
+from vramfarm.loading import DamagedError, Reader
+from vramfarm.run import Choice, ResumeError
+from vramfarm.typed import StateError
+
+Load = Callable[[Reader], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a script gave us: `objects` are those that are no modules, `optimizers` have names."""
+
+    models: Mapping[str, nn.Module]
+    optimizers: Sequence[tuple[str, torch.optim.Optimizer]]
+    objects: Mapping[str, Any]
+    seed: int
+    world: World
+
+    def names(self) -> set[str]:
+        return {*self.models, *dict(self.optimizers), *self.objects}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says beyond what was put back. `rng` and `loader_state` are this rank's own, None where the ranks are not the same."""
+
+    step: int
+    position: Position
+    data_ranks: int
+    rng: Any
+    loader_state: Any
+    report: Report
+
+
+def go_on(choose: Callable[[], Choice], load: Load, world: World, say: Say, *, tries_older: bool) -> Choice:
+    """Restore the newest checkpoint that is whole, on all ranks the same. What is damaged is set aside."""
+    while True:
+        choice = choose()
+        problem, fatal = ("", False) if choice.resume is None else _try(choice.resume, load)
+        said = run.share(world, [problem, fatal])
+        problems = [text for text, _ in said if text]
+        if not problems:
+            return choice
+        if any(is_fatal for _, is_fatal in said):
+            raise StateError(problems[0])
+        assert choice.resume is not None
+        if world.rank == 0 and choice.resume.exists():
+            folder.set_aside(choice.resume)
+        run.share(world, None)  # nobody looks before it is out of the way
+        if not tries_older:
+            raise ResumeError(
+                f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
+            )
+        say(f"{problems[0]}; set aside, trying an older one")
+
+
+def agree(world: World, directory: Path, resume: str, say: Say) -> Choice:
+    """Without a supervisor: rank 0 chooses; its refusal is everybody's."""
+    mine: Any = None
+    if world.rank == 0:
+        try:
+            run.expect_no_other_writer(directory)
+            choice = run.choose(directory, resume)
+            for reason in run.passed_over(directory, choice.resume) if choice.resume else ():
+                say(f"passed over: {reason}")
+            mine = [str(choice.resume) if choice.resume else None, choice.lineage, choice.attempt]
+        except ResumeError as error:
+            mine = str(error)
+    told = run.share(world, mine)[0]
+    if isinstance(told, str):
+        raise ResumeError(told)
+    return Choice(Path(told[0]) if told[0] else None, told[1], told[2])
+
+
+def _try(path: Path, load: Load) -> tuple[str, bool]:
+    """Load it. Return what is wrong, and whether an older one could not be any better."""
+    stored = folder.read(path)
+    if isinstance(stored, str):
+        return stored, False
+    try:
+        load(Reader(stored))
+    except DamagedError as error:
+        return str(error), False
+    except StateError as error:
+        return str(error), True
+    except Exception as error:  # noqa: BLE001  # whatever the script's own objects raise; the other ranks wait for our word
+        traceback.print_exc()
+        return f"{path.name}: {error!r}", True
+    return "", False
+
+
+def load(reader: Reader, training: Training) -> Restored:
+    """Ask for everything, read it in one go, hand it out."""
+    ranks, report = reader.manifest.state["ranks"], Report()
+    shared = ranks["0"]["shared"]
+    rest = list(_plan(reader, training, ranks, report))
+    own = _plan_own(reader, training.world, ranks)
+    reader.flush()
+    for then in rest:
+        then()
+    step = shared["step"]
+    _apply_rng(own, training, step, len(ranks), report)
+    position = Position.parse(shared["position"])
+    return Restored(step, position, shared["data_ranks"], own.get("rng"), own.get("loader"), report)
+
+
+def _plan(reader: Reader, training: Training, ranks: dict[str, Any], report: Report) -> Iterator[state.Then]:
+    """Ask for what all ranks share. Yield what is left to do with it."""
+    shared, models = ranks["0"]["shared"], training.models
+    for name, module in models.items():
+        if report.is_there(name, shared["models"]):
+            count, then = state.plan_module(reader, name, module, shared["models"][name])
+            yield then
+            report.restored(f"{name} ({count} tensors)")
+    for name, optimizer in training.optimizers:
+        if report.is_there(name, shared["optimizers"]):
+            saved = shared["optimizers"][name]
+            others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
+            whole = saved | {"state": state.merge_states(saved["state"], others)}
+            yield state.plan_optimizer(reader, optimizer, list(models.values()), whole)
+            report.restored(name)
+    for name, thing in training.objects.items():
+        if report.is_there(name, shared["objects"]):
+            yield state.plan_object(reader, thing, shared["objects"][name])
+            report.restored(name)
+    saved_names = {n for kind in ("models", "optimizers", "objects") for n in shared[kind]}
+    for name in sorted(saved_names - training.names()):
+        report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
+
+
+def _plan_own(reader: Reader, world: World, ranks: dict[str, Any]) -> dict[str, Any]:
+    """Ask for what is this rank's own; nothing where the ranks are not the same."""
+    if len(ranks) != world.size:
+        return {}
+    own = ranks[str(world.rank)]["own"]
+    return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader") if name in own}
+
+
+def _apply_rng(own: dict[str, Any], training: Training, step: int, num_ranks: int, report: Report) -> None:
+    """Random numbers: each rank's own, or new ones where the ranks are not the same."""
+    world = training.world
+    if num_ranks == world.size:
+        state.apply_rng(own["rng"])
+        report.restored("random numbers")
+        return
+    state.reseed(training.seed, step, world.rank)
+    report.left_out(
+        f"random numbers: saved by {num_ranks} ranks, now {world.size}; seeded anew from (seed, step, rank)"
+    )
+
+
+class Report:
+    """What was restored, what was not, and why."""
+
+    def __init__(self) -> None:
+        self._restored: list[str] = []
+        self._left_out: list[str] = []
+
+    def is_there(self, name: str, saved: dict[str, Any]) -> bool:
+        if name not in saved:
+            self.left_out(f"{name}: not in the checkpoint, starts afresh")
+        return name in saved
+
+    def restored(self, what: str) -> None:
+        self._restored.append(what)
+
+    def left_out(self, why: str) -> None:
+        self._left_out.append(why)
+
+    def text(self) -> str:
+        return "\n".join(
+            [f"  restored: {', '.join(self._restored)}", *(f"  not restored: {why}" for why in self._left_out)]
+        )
