@@ -82,6 +82,10 @@ P2P_HANG = replace(
 
 
 ATTEMPT = Attempt(number=1, id="a", resume=None, lineage=1, boot_id="b", launched_at=START)
+ACCEPTED = History(accepted_at=START, opened_at=START)
+DONE = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
+CHECKPOINT = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
+HALF_AN_HOUR = timedelta(minutes=30)
 
 
 def at(turns):
@@ -654,6 +658,56 @@ def test_a_failing_set_up_is_the_jobs_own_fault(tmp_path):
     assert [] == elsewhere.launches
 
 
+@pytest.mark.parametrize(
+    ("failures", "final", "expected"),
+    [(4, False, Begin(TaskKind.SETUP, "d")), (5, False, None), (1, True, None)],
+    ids=["it is tried again", "five times", "nothing can help"],
+)
+def test_a_set_up_is_tried_five_times_where_that_may_help(failures, final, expected):
+    """
+    A package index that is away comes back; an idle machine is paid for meanwhile.
+    """
+    failed = Failed(subject="d", at=START - HALF_AN_HOUR, error="exit 1", final=final, failures=failures)
+    tasks = {TaskKind.SETUP: failed, TaskKind.PREFLIGHT: Finished(subject="machine", at=START)}
+
+    action = decide(HERE_ONLY, ACCEPTED, Observed(now=START, boot_id="b", life="l", setup_digest="d", tasks=tasks))
+
+    assert (expected or Conclude(Outcome.GAVE_UP, "exit 1")) == action
+
+
+@pytest.mark.parametrize("local", [(), (CHECKPOINT,)], ids=["nothing is here", "a checkpoint is here"])
+def test_a_store_that_does_not_answer_is_waited_for_only_where_nothing_is_here(local):
+    """
+    For half an hour: the run may be in there. With something to go on from it is trained on.
+    """
+    away = Failed(subject="store", at=START, error="no answer", final=False, failures=9, since=START - HALF_AN_HOUR)
+    tasks = DONE | {TaskKind.SURVEY: away, TaskKind.LEASE: Running(subject="of the run", started_at=START)}
+    seen = Observed(now=START, boot_id="b", life="l", local=local, tasks=tasks)
+
+    action = decide(JOB, ACCEPTED, seen)
+
+    assert local or (4, "no answer for 30 min: no answer") == (action.code, action.reason)
+    assert not local or isinstance(action, Launch)
+
+
+def test_a_success_whose_last_checkpoint_the_store_refused_is_not_zero():
+    """
+    An older one is verified there, and that is not what was trained: the folder is kept.
+    """
+    older = replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, step=50))
+    over = Conclusion(outcome=Outcome.SUCCEEDED, reason="training is done", at=START)
+    tasks = {
+        TaskKind.UPLOAD: Failed(subject=CHECKPOINT.ref.name, at=START, error="403", final=True, failures=1),
+        TaskKind.VERIFY: Finished(subject=older.ref.name, at=START),
+        TaskKind.PUBLISH: Finished(subject="succeeded", at=START),
+    }
+    seen = Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), offsite=(older,), tasks=tasks)
+
+    end = decide(JOB, replace(ACCEPTED, conclusion=over), seen)
+
+    assert (4, True, "training is done, but the store does not have it: 403") == (end.code, end.keep, end.reason)
+
+
 TROUBLE = {"crash_at_step": {1: 300}}
 
 
@@ -929,8 +983,6 @@ def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expecte
 # --------------------------------------------------------------------------------- preflight
 
 ALONE = Job.model_validate({"name": "tiny", "command": "train.py"})
-ACCEPTED = History(accepted_at=START, opened_at=START)
-DONE = {TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START)}
 
 
 def preflighted(state=None, *, verdict=None, env=None, **seen):
@@ -1013,9 +1065,6 @@ def training(*, local=(), **tasks):
     }
     live = Live(attempt_id="a", trainers=(1,), savers=())
     return Observed(now=START, boot_id="b", life="l", live=live, offsite=(), local=local, tasks=known)
-
-
-CHECKPOINT = Checkpoint(ref=Ref(1, 100, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START)
 
 
 def test_outputs_are_copied_again_and_again_while_it_trains():
@@ -1487,6 +1536,19 @@ def test_another_place_in_job_yaml_is_another_beginning(tmp_path):
     journals = [(tmp_path / name / "journal.jsonl").read_text() for name in ("auto", "job")]
     assert [0, 1] == [journal.count(f'"origin": "{NEWEST}"') for journal in journals]
     assert ([(4, 200)], (4, 200)) == (kept, elsewhere.launches[3])
+
+
+def test_a_copy_in_the_store_of_what_job_yaml_does_not_name_any_more_is_not_restored():
+    """
+    Its place was corrected before anything was trained.
+    """
+    copy = replace(CHECKPOINT, origin="s3://bucket/runs/wrong/checkpoints/step-00000100-0000abcd")
+    tasks = DONE | {TaskKind.PUBLISH: Finished(subject="joined, 0", at=START)}
+    seen = Observed(now=START, boot_id="b", life="l", machine="m", offsite=(copy,), ledger=(), tasks=tasks)
+
+    action = decide(FORKED, replace(ACCEPTED, machine="m"), seen)
+
+    assert (TaskKind.FORK, OTHER) == (action.kind, action.subject.partition(" ")[2])
 
 
 def test_no_power_loss_takes_a_run_back_to_step_0(tmp_path):

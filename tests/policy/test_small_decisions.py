@@ -16,6 +16,7 @@ from tests.simworld import START
 from vramfarm.protocol import Ref
 
 SERVER = Server(provider="vramfarm", id="srv_abcdef", price_per_hour="31.20")
+UNPRICED = Server(provider="command", id="box")
 
 
 def ref(step, lineage=1):
@@ -75,7 +76,8 @@ def test_where_an_attempt_begins(local, offsite, floor, unusable, expected):
         pytest.param({}, None, START + timedelta(hours=24), id="nothing set: a day"),
         pytest.param({"max_duration": "12h"}, None, START + timedelta(hours=12), id="duration"),
         pytest.param({"max_cost": "31.20"}, SERVER, START + timedelta(hours=1), id="money"),
-        pytest.param({"max_cost": "31.20"}, None, START + timedelta(hours=24), id="money without a price"),
+        pytest.param({"max_cost": "31.20"}, None, START + timedelta(hours=24), id="money without a server"),
+        pytest.param({"max_cost": "31.20"}, UNPRICED, START + timedelta(hours=24), id="money without a price"),
         pytest.param({"until": "07:00 UTC"}, None, START.replace(hour=7), id="clock"),
         pytest.param({"until": "07:00 UTC", "max_duration": "2h"}, None, START.replace(hour=2), id="the earliest"),
     ],
