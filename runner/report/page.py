@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import groupby
 from typing import Final
@@ -20,7 +20,6 @@ _STYLE: Final = """
   :root { --fg: #e4e8ee; --dim: #93a0b0; --line: #2c3440; --card: #1a2029; --bg: #12161c; } }
 body { margin: 2rem auto; max-width: 900px; padding: 0 1rem; background: var(--bg); color: var(--fg);
   font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-@media (max-width: 500px) { body { margin: 1rem auto; } }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 code, td.n { font-family: ui-monospace, monospace; font-size: .88em; }
 .dim, .tick, .label { color: var(--dim); fill: var(--dim); } .tick, .label { font-size: 11px; }
@@ -32,8 +31,11 @@ svg { width: 100%; height: auto; } .grid { stroke: var(--line); stroke-width: 1;
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .3rem .6rem .3rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; } th { color: var(--dim); font-weight: 500;
   overflow-wrap: normal; white-space: nowrap; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; vertical-align: -.05em; }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .3em; vertical-align: -.05em; }
+.legend { color: var(--dim); display: flex; flex-wrap: wrap; gap: 0 1em; }
 .bad { color: #dc2626; } .good { color: #16a34a; }
+@media (prefers-color-scheme: dark) { .bad { color: #f87171; } .good { color: #4ade80; } }
+@media (max-width: 500px) { body { margin: 1rem auto; } .tick, .label { font-size: 22px; } polyline { stroke-width: 3; } }
 """
 
 
@@ -91,8 +93,8 @@ def _timeline(report: Report) -> Iterator[str]:
             ("rented", "set-up, idle"),
         )
         colours = {"starting": "#94a3b8", "kept": "#16a34a", "vain": "#dc2626", "rented": "var(--line)"}
-        legend = "".join(f'<i class="key" style="background:{colours[k]}"></i>{words}' for k, words in kinds)
-        yield f'<h2>Machines and attempts</h2><div class="dim">{legend}</div>{plot}'
+        legend = _keys((colours[kind], words) for kind, words in kinds)
+        yield f"<h2>Machines and attempts</h2>{legend}{plot}"
 
 
 def _plots(report: Report) -> Iterator[str]:
@@ -121,8 +123,13 @@ def _legend(points: Sequence[tuple[Sample, tuple[float, float]]]) -> str:
     numbers = [number for number, _ in groupby(found[0].attempt for found in points)]
     if not 1 < len(numbers) <= len(COLOURS):
         return ""
-    keys = (f'<i class="key" style="background:{c}"></i>attempt {n}' for n, c in zip(numbers, COLOURS, strict=False))
-    return f'<div class="dim">{"".join(keys)}</div>'
+    return _keys((colour, f"attempt {number}") for number, colour in zip(numbers, COLOURS, strict=False))
+
+
+def _keys(entries: Iterable[tuple[str, str]]) -> str:
+    """A word never stands in another line than its colour."""
+    spans = (f'<span><i class="key" style="background:{colour}"></i>{words}</span>' for colour, words in entries)
+    return f'<div class="legend">{"".join(spans)}</div>'
 
 
 def _machines(report: Report) -> Iterator[str]:
@@ -150,4 +157,4 @@ def _checkpoints(report: Report) -> Iterator[str]:
         for s in report.checkpoints
     )
     if rows:
-        yield f"<h2>Checkpoints</h2><table><tr><th>name</th><th>in</th><th>written</th></tr>{rows}</table>"
+        yield f"<h2>Checkpoints</h2><table><tr><th>name</th><th>in</th><th>written (UTC)</th></tr>{rows}</table>"

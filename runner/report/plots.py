@@ -16,11 +16,11 @@ from runner.words import span
 Point = tuple[float, float]
 
 WIDTH: Final = 860
-HEIGHT: Final = 252
-_LEFT: Final = 64
+HEIGHT: Final = 268
+_LEFT: Final = 76
 _RIGHT: Final = 14
 _TOP: Final = 12
-_BOTTOM: Final = 42  # the numbers of an axis, and below them what they are
+_BOTTOM: Final = 58  # the numbers of an axis, and below them what they are; on a phone both are twice as large
 _MAX_POINTS: Final = 400
 _ROW: Final = 34
 COLOURS: Final = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#0891b2")
@@ -128,9 +128,9 @@ class _Frame:
             yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" class="tick" text-anchor="end">{value:.4g}</text>'
         for value in ticks(self.x0, self.x1):
             yield (
-                f'<text x="{self.x(value):.1f}" y="{HEIGHT - 24}" class="tick" text-anchor="middle">{_number(value)}</text>'
+                f'<text x="{self.x(value):.1f}" y="{HEIGHT - 36}" class="tick" text-anchor="middle">{_number(value)}</text>'
             )
-        yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 6}" class="tick" text-anchor="end">{escape(x_label)}</text>'
+        yield f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 10}" class="tick" text-anchor="end">{escape(x_label)}</text>'
 
     def time_axis(self, begin: datetime, total_s: float, height: int) -> Iterator[str]:
         for part in range(5):
@@ -139,7 +139,7 @@ class _Frame:
             words = f"{begin:%H:%M} UTC" if part == 0 else f"+{span(seconds)}"
             x = self.x(seconds)
             yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}" class="grid"/>'
-            yield f'<text x="{x:.1f}" y="{height - 24}" class="tick" text-anchor="{anchor}">{words}</text>'
+            yield f'<text x="{x:.1f}" y="{height - 36}" class="tick" text-anchor="{anchor}">{words}</text>'
 
 
 def _number(value: float) -> str:
