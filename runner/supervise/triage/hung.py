@@ -83,7 +83,8 @@ def read_hang(folder: Path) -> Mapping[str, Any] | None:
 
 def explain(hang: Mapping[str, Any], seen: Evidence, sources: Sequence[Sequence[LogLine]]) -> tuple[Chosen, str]:
     """Return what it was, and a line about it for a human."""
-    cut = {line.source: line.number for lines in sources for line in lines if _ABORTED.match(line.text)}
+    # reversed: of a log, the first dump counts; what a rank prints between it and those of its workers comes of our kill
+    cut = {line.source: line.number for lines in sources for line in reversed(lines) if _ABORTED.match(line.text)}
     if error := _earlier(seen.suspects, cut):
         return error, ""
     places = {place.rank: place for place in _places(hang, sources)}
