@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
+from enum import StrEnum
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -41,9 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parameters", metavar="N", help="size of the model: 8e9 or 8B; with it no job is needed")
     parser.add_argument("--cards", metavar="N", help="number of cards (1 to 1024)")
     parser.add_argument("--gpu", metavar="NAME", help=f"kind of card: {', '.join(card.slug for card in CARDS)}")
-    parser.add_argument("--strategy", choices=[*Strategy], help="how the model is spread over the cards")
-    parser.add_argument("--optimizer", choices=[*Optimizer])
-    parser.add_argument("--precision", choices=[*Precision], help="of the weights; fp8 and int4 for inference")
+    parser.add_argument("--strategy", **_one_of(Strategy, "how the model is spread over the cards"))
+    parser.add_argument("--optimizer", **_one_of(Optimizer, "optimizer"))
+    parser.add_argument("--precision", **_one_of(Precision, "of the weights; fp8 and int4 for inference"))
     parser.add_argument("--global-batch", metavar="N", help="samples per optimizer step, all cards together")
     parser.add_argument("--per-card", metavar="N", help="samples a card takes at once")
     parser.add_argument("--sequence", metavar="N", help="tokens of a sample (2048)")
@@ -53,12 +54,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--cpu-offload", action="store_true", help="optimizer states in system memory")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, for its time and cost")
-    parser.add_argument("--rental", choices=[*Rental], default=Rental.ON_DEMAND, help="how the server is rented")
+    parser.add_argument("--rental", default=Rental.ON_DEMAND, **_one_of(Rental, "how the server is rented"))
     parser.add_argument("--mtbf", metavar="TIME", help="mean time between failures: 12h")
     parser.add_argument("--save-time", metavar="TIME", help="how long a save takes, where no run has measured it: 8s")
     parser.add_argument("--upload-time", metavar="TIME", help="how long an upload takes, likewise: 10m")
     parser.add_argument("--offline", action="store_true", help="ask neither the provider nor the store")
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _one_of(names: type[StrEnum], meaning: str) -> dict[str, Any]:
+    """All names in one word are wider than a terminal."""
+    return {"choices": [name.value for name in names], "metavar": "NAME", "help": f"{meaning}: {', '.join(names)}"}
 
 
 def run(args: argparse.Namespace) -> int:

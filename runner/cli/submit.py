@@ -207,10 +207,21 @@ class _Submission:
         self._label = label_of(self._job.name)
         self._rented_now: set[str] = set()
         self._digest = ""
+        self._live = ""  # the server that is not gone, as last seen
         self._told = ""
         self._trouble_since: float | None = None
 
     def run(self) -> int:
+        try:
+            return self._go()
+        except KeyboardInterrupt:
+            if self._live:
+                self._say(
+                    f"{self._live}: rented, and not stopped by this Ctrl-C; the same line again goes on from here"
+                )
+            raise
+
+    def _go(self) -> int:
         while True:
             night = self._look()
             if night is None:
@@ -291,6 +302,7 @@ class _Submission:
             outcome = {}
         told_by = str(status.get("server") or "")
         live = next((rental for rental in rentals if rental.state is not ServerState.GONE), None)
+        self._live = live.id if live else ""
         silent = timedelta() if live is None or told_by == live.id else _age(live.created_at)
         return Night(
             outcome=str(outcome.get("outcome") or ""),
@@ -385,6 +397,7 @@ class _Submission:
             self._cope(rental)
             return
         self._rented_now.add(rental.id)
+        self._live = rental.id
         dates = {"deadline_at": (ends_at + _MARGIN).isoformat(), "rented_at": datetime.now(UTC).isoformat()}
         self._record.remember(rental.id, machine=rental.machine, **dates)
         self._say(f"rented {rental.id}: {chosen[0].cards} x {chosen[0].name}, {rental.price_per_hour} EUR/h")

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -160,6 +161,25 @@ def test_an_end_that_its_machine_could_not_publish_is_one(run, tmp_path: Path, t
 
     assert code == done.returncode, done.stderr
     assert expected in done.stdout + done.stderr
+
+
+def test_a_person_who_leaves_is_told_what_stays_rented(house: Farmhouse, tmp_path: Path):
+    """
+    Ctrl-C ends the looking only.
+    """
+    (tmp_path / "job.yaml").write_text(f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\n")
+    env = {**os.environ, "VRAMFARM_API_URL": house.url, "VRAMFARM_API_KEY": house.farm.account_key}
+    env["VRAMFARM_SUBMIT_STATE"] = str(tmp_path / "state")
+    argv = (*RUNNER, "submit", "--config", str(tmp_path / "job.yaml"), "--look-every", "0.2")
+    with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as submit:
+        said = next(line for line in submit.stderr if "waiting for its verdict" in line)
+
+        submit.send_signal(signal.SIGINT)
+
+        rest = submit.stderr.read()
+    server = said.split()[1].rstrip(":")
+    house.stop(server)
+    assert (130, True) == (submit.returncode, f"{server}: rented, and not stopped by this Ctrl-C" in rest), rest
 
 
 def test_a_cron_line_that_comes_again_finds_the_first_at_work(run, tmp_path: Path):
