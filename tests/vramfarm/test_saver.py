@@ -26,6 +26,17 @@ from fake_trainer import content  # noqa: E402  # the path is set above
 BYTES = 100_000
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left():
+    """Where a test fails half way, no rank trains on for hours."""
+    yield
+    while STARTED:
+        STARTED.pop().kill()
+
+
 class Attempt:
     """A supervisor's part of one attempt: the page, the environment, and an eye on every process."""
 
@@ -50,6 +61,7 @@ class Attempt:
         self.ranks = []
 
     def start(self, *arguments):
+        STARTED.append(self)
         for rank in range(self.world_size):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
             argv = (sys.executable, str(TRAINER), "--bytes", str(BYTES), *arguments)
