@@ -338,6 +338,8 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     number = _publish_files(store, arguments, log_bytes=_LOG_SOON_BYTES if soon else _LOG_LIMIT_BYTES)
     if conclusion:
         transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
+        with suppress(OffsiteError):  # a key that may not remove anything
+            transfer.close(store, arguments["job"])
     if not is_running and arguments["machine"]["attempts"]:  # else an earlier machine's report says more
         _publish_report(store, arguments)
     return {"summary": f"{number} files"}

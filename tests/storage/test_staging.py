@@ -15,7 +15,9 @@ import pytest
 from runner.job import OffloadPolicy
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
+from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.outputs import INDEX, copy_outputs
 from runner.storage.offsite.staging import Item, is_staged, stage
 from tests.faultproxy import FaultProxy
@@ -372,4 +374,26 @@ def test_what_cannot_be_copied_is_told(store, board, tmp_path):
 
     assert 1 == len(found.left)
     assert "a name that cannot be a key" in found.left[0]
+    assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
+
+
+class Vanishing(FileStore):
+    """While a large file is about to be sent the job removes it."""
+
+    def put_file(self, key, path, shard, sent):
+        if path.name == "tmp":
+            path.unlink()
+        super().put_file(key, path, shard, sent)
+
+
+def test_a_file_that_vanishes_meanwhile_costs_only_itself(board, tmp_path):
+    """
+    All else is copied, and the task does not fail: jobs rename what they have written.
+    """
+    store = Vanishing(tmp_path / "store", Disk())
+    (board / "a" / "tmp").parent.mkdir()
+    (board / "a" / "tmp").write_bytes(b"t")
+    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+
+    assert (f"{board}/a/tmp: it is being written",) == found.left
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))

@@ -369,13 +369,14 @@ def test_a_path_through_a_file_is_said_at_once(tmp_path):
 
 def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
     """
-    Only what is old enough, and not of what is to be kept.
+    Only what is old enough.
     """
     store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
     store.put("job/a/1", b"1")
-    for name in ("1.unfinished", "2.unfinished"):
+    for name, begun_at in (("1.unfinished", 0), ("2.unfinished", time.time() + 60)):
         (tmp_path / "store/job/a" / name).write_bytes(b"half")
-    store.abort("job/", FOREVER, lambda key: key == "job/a/2")
+        os.utime(tmp_path / "store/job/a" / name, (begun_at, begun_at))
+    store.abort("job/", datetime.now(UTC))
 
     assert ["1", "2.unfinished"] == sorted(path.name for path in (tmp_path / "store/job/a").iterdir())
     assert ["job/a/1"] == [entry.key for entry in store.list("job/")]
@@ -537,17 +538,22 @@ def test_the_server_compares_the_checksums_itself(s3server):
 
 def test_abort_forgets_unfinished_uploads(s3store, s3server):
     """
-    They cost money and no list shows them; those of what is to be kept stay.
+    They cost money and no list shows them; those that were begun later, and of another run, stay.
     """
     client = s3server.client()
-    for name in ("old", "kept"):
-        client.create_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/{name}")
-    s3store.abort("job/", datetime.now(UTC) - timedelta(days=1), lambda key: False)
-    s3store.abort("job/", FOREVER, lambda key: key == "job/kept")
+    for name in ("job/old", "other/old"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}{name}")
 
-    left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix)["Uploads"]
+    def left():
+        found = client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix)["Uploads"]
+        return [upload["Key"].removeprefix(s3store._prefix) for upload in found]
 
-    assert [f"{s3store._prefix}job/kept"] == [upload["Key"] for upload in left]
+    s3store.abort("job/", datetime.now(UTC) - timedelta(days=1))
+    early = left()
+    s3store.abort("job/", FOREVER)
+
+    assert ["job/old", "other/old"] == early
+    assert ["other/old"] == left()
 
 
 def test_no_more_than_so_many_bytes_a_second(s3_offload, s3server, tmp_path):

@@ -385,59 +385,68 @@ def test_names_that_are_none_are_not_looked_at(s3_offload, s3server, directory):
 # -------------------------------------------------------------------------------------------- tidy
 
 
-def test_tidy_keeps_the_newest_and_what_is_pinned(store, directory):
+def test_tidy_keeps_the_newest(store, directory):
     """
-    And the newest even when nothing is to be kept.
+    Even when nothing is to be kept.
     """
-    manifests = [uploaded(store, directory, step) for step in (100, 200, 300, 400)]
-    removed = transfer.tidy(store, "job", keep_last=2, pinned=[manifests[0].ref])
+    manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
+    removed = transfer.tidy(store, "job", keep_last=2)
     kept = steps(store)
     transfer.tidy(store, "job", keep_last=0)
 
-    assert ((manifests[1].ref.name,), [100, 300, 400], [400]) == (removed, kept, steps(store))
-    assert {manifests[3].ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
+    assert ((manifests[0].ref.name,), [200, 300], [300]) == (removed, kept, steps(store))
+    assert {manifests[2].ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
 
 
-def test_tidy_without_a_whole_checkpoint_removes_nothing(store, directory):
+def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
     """
     Then whatever there is may be all there is.
     """
     manifest = uploaded(store, directory)
     store.delete(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
+    transfer.sweep(store, "job")
 
     assert () == transfer.tidy(store, "job", keep_last=1)
     assert len(SHARDS) == len(list(store.list("job/")))
 
 
-def test_tidy_removes_what_an_upload_left_behind(store, directory):
+def test_what_an_upload_left_behind_goes_with_the_next_one(store, directory):
     """
-    Shards without a manifest go once a later checkpoint is complete; not before, and not what is being uploaded.
+    Shards without a manifest, of a machine that is no more; not those that came later, and no whole checkpoint.
     """
-    left, going, now = (f"step-00000{n}00-0000000a" for n in (1, 2, 9))
-    for name in (left, going):
-        store.put(f"{FOLDER}/{name}/shard", b"orphan")
+    dead, later = "step-00000100-0000000a", "step-00000900-0000000a"
+    store.put(f"{FOLDER}/{dead}/shard", b"orphan")
+    first = uploaded(store, directory, 200)
     time.sleep(1.1)  # a server's clock ticks in seconds
-    manifest = uploaded(store, directory, 500)
-    store.put(f"{FOLDER}/{now}/shard", b"orphan")
-    pinned = replace(manifest.ref, step=200, id="0000000a")
+    second = uploaded(store, directory, 500)
+    store.put(f"{FOLDER}/{later}/shard", b"orphan")
+    transfer.sweep(store, "job")
 
-    assert (left,) == transfer.tidy(store, "job", keep_last=1, pinned=[pinned])
-    assert {going, now, manifest.ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
+    assert {first.ref.name, second.ref.name, later} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
 
 
-def test_tidy_forgets_what_was_never_finished(unreliable, directory, tmp_path):
+def test_uploads_of_the_dead_are_aborted(s3_offload, s3server, directory):
     """
-    Of an upload that was killed; but not of one that is going on.
+    Of checkpoints with the next one that is complete, wherever they belonged; of logs and outputs when the run is over.
     """
-    uploaded(unreliable, directory)
-    folder = tmp_path / "store" / FOLDER
-    for name, begun_at in (("step-00000001-00000001", 0), ("step-00000002-00000002", time.time() + 60)):
-        (folder / name).mkdir()
-        (folder / name / "shard.unfinished").write_bytes(b"half")
-        os.utime(folder / name / "shard.unfinished", (begun_at, begun_at))
-    transfer.tidy(unreliable, "job", keep_last=1)
+    store, client = open_store(s3_offload, s3server.env), s3server.client()
+    for key in (f"{FOLDER}/step-00000100-0000000a/shard", "job/outputs/board/huge", "other/outputs/board/huge"):
+        client.create_multipart_upload(Bucket=BUCKET, Key=f"{store._prefix}{key}")
 
-    assert ["step-00000002-00000002"] == [path.parent.name for path in folder.rglob("*.unfinished")]
+    def left():
+        found = client.list_multipart_uploads(Bucket=BUCKET, Prefix=store._prefix).get("Uploads", [])
+        return sorted(upload["Key"].removeprefix(store._prefix).partition("/")[0] for upload in found)
+
+    time.sleep(1.1)  # a server's clock ticks in seconds
+    manifest = uploaded(store, directory)
+    client.create_multipart_upload(Bucket=BUCKET, Key=f"{store._prefix}{FOLDER}/{manifest.ref.name}/begun-twice")
+    after_upload = left()
+    time.sleep(1.1)
+    transfer.publish(store, "job", {transfer.OUTCOME: b"{}"})
+    transfer.close(store, "job")
+
+    assert ["job", "job", "other"] == after_upload
+    assert ["other"] == left()
 
 
 # ----------------------------------------------------------------------------------------- publish

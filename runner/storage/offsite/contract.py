@@ -167,8 +167,8 @@ class Store(Protocol):
         """No error if there is no such object."""
         ...
 
-    def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
-        """Forget uploads below a prefix that were begun earlier and never finished, except of keys to keep."""
+    def abort(self, prefix: str, before: datetime) -> None:
+        """Forget uploads below a prefix that were begun earlier and never finished."""
         ...
 
 

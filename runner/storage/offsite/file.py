@@ -13,7 +13,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -214,12 +214,12 @@ class FileStore:
             if parent == self._root or not _remove_if_empty(parent):
                 break
 
-    def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
+    def abort(self, prefix: str, before: datetime) -> None:
         """Whoever was killed in the middle of a copy leaves an unfinished file, the guard of none, or an empty folder."""
         with self._plain_words(prefix):
             for path in sorted((self._root / prefix.rpartition("/")[0]).rglob("*"), reverse=True):  # folders come last
                 key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and _is_left(path, before) and not keep(key.removesuffix(_UNFINISHED)):
+                if key.startswith(prefix) and _is_left(path, before):
                     _remove_if_empty(path) if path.is_dir() else self._disk.remove(path)
                     self._prune(path)
 

@@ -94,8 +94,8 @@ class _Copying:
         if not is_key(key):
             self._leave(path, "a name that cannot be a key")
             return
+        before = _signature(path)
         try:
-            before = _signature(path)
             shard = describe_file(path, "output")
             if differs(self._store, key, shard):
                 self._store.put_file(key, path, shard, lambda _: None)
@@ -104,7 +104,7 @@ class _Copying:
         except OSError as error:
             self._leave(path, error.strerror or "cannot be read")
         except OffsiteError as error:
-            if not error.damaged:
+            if not error.damaged and before == _signature(path):
                 raise
             self._leave(path, "it is being written")
 

@@ -417,11 +417,10 @@ class S3Store:
         with self._plain_words(key):
             self._client.delete_object(**self._named(key))
 
-    def abort(self, prefix: str, before: datetime, keep: Callable[[str], bool]) -> None:
+    def abort(self, prefix: str, before: datetime) -> None:
         with self._plain_words(prefix):
             for upload in list(self._unfinished(prefix)):
-                key = upload["Key"].removeprefix(self._prefix)
-                if upload["Initiated"] < before and not keep(key):
+                if upload["Initiated"] < before:
                     self._client.abort_multipart_upload(
                         Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                     )

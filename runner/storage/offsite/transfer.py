@@ -21,7 +21,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -175,6 +175,8 @@ def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress:
     _eventually(lambda: _not_listed(store, job, manifest))
     _put_manifest(store, job, manifest, (directory.path(ref) / MANIFEST).read_bytes())
     _eventually(lambda: _not_found(store, job, ref))
+    with suppress(OffsiteError):  # the checkpoint is there; the next one, or the end of the run, comes by again
+        sweep(store, job)
     return sender.copied_bytes
 
 
@@ -533,27 +535,36 @@ def _chunk_size(shard: Shard, index: int) -> int:
 # ------------------------------------------------------------------------------------- tidy
 
 
-def tidy(store: Store, job: str, *, keep_last: int, pinned: Iterable[Ref] = ()) -> tuple[str, ...]:
-    """
-    Keep the newest whole checkpoints and those that are pinned; remove older ones, and what
-    uploads left behind that had ended before the newest whole one was complete.
-
-    Pin what is being uploaded. Returns the names of what was removed.
-    """
-    whole = survey(store, job).checkpoints
-    if not whole:
-        return ()
-    kept = {checkpoint.ref.name for checkpoint in whole[-max(1, keep_last) :]} | {ref.name for ref in pinned}
-    listed = _list_checkpoints(store, job)
-    since = listed[whole[-1].ref.name][MANIFEST].modified_at
-    old = [checkpoint.ref.name for checkpoint in whole]
-    abandoned = [name for name, entries in listed.items() if _is_abandoned(entries, since)]
-    removed = [name for name in [*old, *abandoned] if name not in kept]
+def tidy(store: Store, job: str, *, keep_last: int) -> tuple[str, ...]:
+    """Keep the newest whole checkpoints and remove older ones. Returns the names of what was removed."""
+    whole = [checkpoint.ref.name for checkpoint in survey(store, job).checkpoints]
+    removed = whole[: -max(1, keep_last)]
+    listed = _list_checkpoints(store, job) if removed else {}
     for name in removed:
         _remove(store, f"{job}/checkpoints/{name}/", listed[name])
-    prefix = f"{job}/checkpoints/"
-    store.abort(prefix, since, lambda key: key.removeprefix(prefix).partition("/")[0] in kept)
     return tuple(removed)
+
+
+def sweep(store: Store, job: str) -> None:
+    """
+    Remove what uploads of a checkpoint left behind that had ended before the last one was complete: of a process,
+    an attempt or a machine that is no more. Unfinished ones cost like objects, and no list shows them.
+    """
+    listed = _list_checkpoints(store, job)
+    since = max((entries[MANIFEST].modified_at for entries in listed.values() if MANIFEST in entries), default=None)
+    if since is None:
+        return  # whatever there is may be all there is
+    for name, entries in listed.items():
+        if _is_abandoned(entries, since):
+            _remove(store, f"{job}/checkpoints/{name}/", entries)
+    store.abort(f"{job}/checkpoints/", since)
+
+
+def close(store: Store, job: str) -> None:
+    """The run is over, and says so in the store: nobody goes on with an upload that was begun before."""
+    sweep(store, job)
+    for entry in store.list(f"{job}/{OUTCOME}"):
+        store.abort(f"{job}/", entry.modified_at)
 
 
 def _is_abandoned(entries: Mapping[str, Entry], since: datetime) -> bool:
@@ -569,7 +580,7 @@ def _remove(store: Store, prefix: str, entries: Mapping[str, Entry]) -> None:
 def remove_run(store: Store, job: str) -> None:
     """All that is stored under a run's name, and uploads that never ended. Manifests first: what is half there is none."""
     prefix = f"{job}/"
-    store.abort(prefix, datetime.now(UTC), lambda _: False)
+    store.abort(prefix, datetime.now(UTC))
     keys = [entry.key for entry in store.list(prefix)]
     manifests = [key for key in keys if key.endswith(f"/{MANIFEST}")]
     in_parallel(store.delete, manifests, _NUM_THREADS)
