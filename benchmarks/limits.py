@@ -1,6 +1,5 @@
 """What the machine can do: the numbers that an engine is measured against, taken in the same run."""
 
-import mmap
 import os
 import threading
 import time
@@ -9,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from raw import PIECE, direct, put
+from raw import PIECE, direct, huge, put
 
 DEPTHS = (1, 4)  # pieces in flight
 
@@ -31,15 +30,14 @@ class Limits:
                 self._tensors.append(tensor)
                 self.size_bytes += tensor.numel() * tensor.element_size()
         self._padded = -(-self.size_bytes // 4096) * 4096
-        self._memory = mmap.mmap(-1, self._padded)
-        self._view = memoryview(self._memory)
+        self._view = huge(self._padded)
         self._fill()  # pages that nobody wrote to are zeros, and some disks are quick at those
         self._direct = direct(self._path.parent)
         self._write_s = {}
         self._host = None
 
     def _fill(self):
-        raw, at = torch.frombuffer(self._memory, dtype=torch.uint8), 0
+        raw, at = torch.frombuffer(self._view, dtype=torch.uint8), 0
         for tensor in self._tensors:
             flat = tensor.reshape(-1).view(torch.uint8)
             raw[at : at + len(flat)].copy_(flat)

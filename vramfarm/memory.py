@@ -20,6 +20,7 @@ from typing import Final
 
 PIECE_BYTES: Final = 32 << 20  # what is populated, or registered with a device, at a time
 WINDOW_BYTES: Final = PIECE_BYTES  # of an image that is staged by and by
+_HUGE_BYTES: Final = 2 << 20
 _SHARE: Final = 0.8  # of the memory that is left, for staging
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
 _CGROUPS: Final = (  # version 2 and 1: the line of /proc/self/cgroup, where the groups are, limit, usage, and caches in memory.stat
@@ -66,6 +67,20 @@ def arena_bytes(size: int) -> int:
 
 def whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def huge(size: int) -> memoryview:
+    """
+    Private memory, of huge pages where the system has them, and aligned so that they fit.
+
+    A disk that is told of few long pieces of memory has been up to three times as fast; memory files have small pages nearly everywhere.
+    """
+    memory = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    begin = -address_of(view) % _HUGE_BYTES
+    return view[begin : begin + size]
 
 
 def map_arena(pid: int, fd: int, size: int) -> memoryview:

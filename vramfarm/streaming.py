@@ -24,13 +24,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vramfarm import protocol
+from vramfarm import memory, protocol
 from vramfarm.checksum import crc32
 
 MOST_READERS: Final = 8  # of all ranks together: a disk that is asked for more at a time gives less
 LEAST_READERS: Final = 2  # of each: one sums while another waits
 _CHUNK: Final = protocol.CHUNK_BYTES
-_HUGE: Final = 2 << 20
 _CLAIM_TRIES: Final = 20
 _MISSING: Final = 16  # one page in so many may be missing of what counts as in memory
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -66,39 +65,16 @@ def num_readers() -> int:
 
 
 class Buffer:
-    """
-    Room for a chunk, for one thread at a time; pinned where the bytes go on to a device.
-
-    Of huge pages where the system has them: a disk that is told of few long pieces of memory has been three times as fast.
-    """
+    """Room for a chunk, for one thread at a time; pinned where the bytes go on to a device."""
 
     def __init__(self, *, pinned: bool = False) -> None:
-        memory = mmap.mmap(-1, _CHUNK + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        begin = -whole.data_ptr() % _HUGE
-        self.raw = memoryview(memory)[begin : begin + _CHUNK]
-        self.tensor = whole[begin : begin + _CHUNK]
-        if pinned and not _pin(self, memory):
+        if pinned:
             self.tensor = torch.empty(_CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
             self.raw = memoryview((ctypes.c_char * _CHUNK).from_address(self.tensor.data_ptr())).cast("B")
+        else:
+            self.raw = memory.huge(_CHUNK)
+            self.tensor = torch.frombuffer(self.raw, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-
-
-def _pin(buffer: Buffer, memory: mmap.mmap) -> bool:
-    """Whether the device took the memory as it is; it gives it back before the memory goes."""
-    address = buffer.tensor.data_ptr()
-    if int(torch.cuda.cudart().cudaHostRegister(address, _CHUNK, 0)) != 0:
-        with contextlib.suppress(RuntimeError):  # the next call would be blamed for it
-            torch.cuda.synchronize()
-        return False
-    weakref.finalize(buffer, _unpin, memory, address).atexit = False
-    return True
-
-
-def _unpin(_: mmap.mmap, address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Source:
