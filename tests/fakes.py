@@ -80,8 +80,8 @@ class FaultyDisk(Disk):
         self._count()
         super().write_at(path, offset, data)
 
-    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes]) -> None:
-        self.write_at(path, offset, b"".join(blocks))
+    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes | memoryview]) -> None:
+        self.write_at(path, offset, b"".join(map(bytes, blocks)))
 
     def make_folder(self, path: Path) -> None:
         self._count()

@@ -40,8 +40,9 @@ def find_server() -> str | None:
 class S3Server:
     """Running from `start` to `stop`, on ports of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, memory: str = "400MiB") -> None:
+        """`memory`: beyond it the server collects its garbage without end, and is slow."""
+        self._folder, self._memory = folder, memory
         self._ports = dict(zip(("s3", "master", "volume", "filer", "admin"), _free_ports(5), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
         self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
@@ -57,7 +58,7 @@ class S3Server:
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
-                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), "GOMEMLIMIT": "400MiB", **self.env},
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), "GOMEMLIMIT": self._memory, **self.env},
                 start_new_session=True,
             )
         deadline = time.monotonic() + _READY_WITHIN_S

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_DIRECT_BYTES: Final = 1 << 20
 _NOT_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE: Final = 0x40049409  # linux/fs.h
 
@@ -38,17 +37,15 @@ class Disk:
         finally:
             os.close(fd)
 
-    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes]) -> None:
+    def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes | memoryview]) -> None:
         """
         The same, block after block, past the page cache where the file system can: more than some gigabytes
-        at once would go at the speed at which the kernel finds memory.
+        at once would go at the speed at which the kernel finds memory. For that blocks must lie in whole pages (`pages`).
         """
         fd = _open_direct(path)
         try:
-            with mmap.mmap(-1, _DIRECT_BYTES) as pages:
-                for block in blocks:
-                    for at in range(0, len(block), _DIRECT_BYTES):
-                        offset = _put_direct(fd, offset, memoryview(block)[at : at + _DIRECT_BYTES], pages)
+            for block in blocks:
+                offset = _put_direct(fd, offset, block)
         finally:
             os.close(fd)
 
@@ -106,17 +103,21 @@ def _open_direct(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _put_direct(fd: int, offset: int, block: memoryview, pages: mmap.mmap) -> int:
-    """Write a block that fits into the pages, and return where it ends."""
+def _put_direct(fd: int, offset: int, block: bytes | memoryview) -> int:
+    """Write a block, and return where it ends."""
     end, written = offset + len(block), 0
-    pages[: len(block)] = block
     if (offset | len(block)) % mmap.PAGESIZE == 0:
-        with memoryview(pages) as aligned, suppress(OSError):  # what is wrong is said again below
-            written = os.pwrite(fd, aligned[: len(block)], offset)
-    if written < len(block):  # the end of a file; or a file system that takes the flag and refuses the write
+        with suppress(OSError):  # what is wrong is said again below
+            written = os.pwrite(fd, block, offset)
+    if written < len(block):  # the end of a file; or memory, or a file system, with which it cannot be done
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        _put(fd, offset + written, block[written:])
+        _put(fd, offset + written, memoryview(block)[written:])
     return end
+
+
+def pages(num_bytes: int) -> memoryview:
+    """Memory that `write_blocks` need not copy; it goes when nothing refers to it any more."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def write_durable(disk: Disk, path: Path, data: bytes) -> None:

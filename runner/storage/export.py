@@ -26,7 +26,7 @@ from typing import Any, Final
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import in_parallel
+from runner.storage.offsite.contract import Block, in_parallel
 from runner.storage.offsite.transfer import Meter, Progress, Source
 from vramfarm.checksum import crc32
 from vramfarm.image import ITEM_BYTES, Box, ImageError, Placed, header_bytes, parse_header
@@ -66,7 +66,7 @@ class HereSource:
             )
         return found
 
-    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
         return (self.read(shard, chunk) for chunk in range(first, first + num_chunks))
 
 

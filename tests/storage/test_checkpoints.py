@@ -10,7 +10,7 @@ import pytest
 
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk, write_durable
+from runner.storage.disk import Disk, pages, write_durable
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.storage.examples import SHARDS, commit, fill
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, dump_manifest
@@ -324,7 +324,9 @@ def test_blocks_of_any_size_are_written_where_they_belong(tmp_path, folder):
     content = os.urandom((2 << 20) + 4096 + 77)
     with tempfile.TemporaryDirectory(dir=folder or tmp_path) as name:
         path = Path(name) / "shard"
-        Disk().write_blocks(path, 8192, [content[: 1 << 20], content[1 << 20 :]])
+        memory = pages(1 << 20)
+        memory[:] = content[: 1 << 20]
+        Disk().write_blocks(path, 8192, [memory, content[1 << 20 :]])
         Disk().write_blocks(path, 3, [b"abc", b"", b"de"])
 
         assert bytes(3) + b"abcde" + bytes(8184) + content == path.read_bytes()

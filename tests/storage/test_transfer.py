@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_damaged_here_does_not_go_there(store, directory):
     manifest = commit(directory)
     Disk().write_at(directory.path(manifest.ref) / FIRST, 7, b"!")
 
-    with pytest.raises(OffsiteError, match="it was not sent") as caught:
+    with pytest.raises(OffsiteError, match="they are not stored") as caught:
         transfer.upload(store, "job", directory, manifest.ref, ignore)
 
     assert (True, True, []) == (caught.value.final, caught.value.damaged, steps(store))

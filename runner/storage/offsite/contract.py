@@ -5,7 +5,6 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wa
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -19,6 +18,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
+Block = bytes | memoryview
+
 BLOCK_BYTES: Final = 1 << 20  # of a file or an object that goes by; a chunk is a whole number of them
 
 
@@ -151,8 +152,12 @@ class Store(Protocol):
         """Some bytes of an object; fewer only at its end. Not checked: compare checksums."""
         ...
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
-        """The same in blocks of `BLOCK_BYTES`, the last one perhaps shorter, so that memory does not grow with them."""
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
+        """
+        The same in blocks of `BLOCK_BYTES`, the last one perhaps shorter, so that memory does not grow with them.
+
+        A block is there until the next one is asked for: its memory is used again.
+        """
         ...
 
     def list(self, prefix: str) -> Iterator[Entry]:
@@ -188,35 +193,17 @@ def agrees(head: Head, shard: Shard) -> bool | None:
     return None  # parts may have been cut in another way
 
 
-def check_chunks(path: Path, shard: Shard, first: int, num_chunks: int) -> None:
-    """`damaged` if chunks of a local file are not what they must be."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            for index in range(first, first + num_chunks):
-                file.seek(index * CHUNK_BYTES)
-                _check_chunk(file, path, shard, index)
-    except OSError as error:
-        raise OffsiteError(f"{path}: {error.strerror}", final=False) from None
-
-
-def _check_chunk(file: FileIO, path: Path, shard: Shard, index: int) -> None:
-    checksum, left = 0, min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)
-    while left and (block := file.read(min(BLOCK_BYTES, left))):
-        checksum, left = crc32(block, checksum), left - len(block)
-    if left or checksum != shard.checksums[index]:
-        raise _other_bytes(path, index)
-
-
-def _other_bytes(path: Path, index: int) -> OffsiteError:
+def other_bytes(path: Path, index: int) -> OffsiteError:
+    """What is wrong with a local file whose chunk is not what it must be."""
     return OffsiteError(
-        f"{path}: expected the bytes of its manifest, got others at {index * CHUNK_BYTES} or later; it was not sent",
+        f"{path}: expected the bytes of its manifest, got others at {index * CHUNK_BYTES} or later; they are not stored",
         hint="set this checkpoint aside: it is damaged here",
         final=True,
         damaged=True,
     )
 
 
-def by_chunk(blocks: Iterable[bytes], done: Callable[[int], None]) -> Iterator[bytes]:
+def by_chunk(blocks: Iterable[Block], done: Callable[[int], None]) -> Iterator[Block]:
     """
     Pass on the blocks of whole chunks. `done` is called with a chunk's CRC32 when whoever takes the blocks asks
     for the next one, and so has written the chunk.
@@ -241,7 +228,7 @@ def read_chunk(path: Path, shard: Shard, index: int) -> bytes:
     except OSError as error:
         raise OffsiteError(f"{path}: {error.strerror}", final=False) from None
     if crc32(found) != shard.checksums[index]:
-        raise _other_bytes(path, index)
+        raise other_bytes(path, index)
     return found
 
 

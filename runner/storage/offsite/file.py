@@ -19,11 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.storage.disk import Disk, lstat_inside
+from runner.storage.disk import Disk, lstat_inside, pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
     Abilities,
+    Block,
     Checksums,
     Entry,
     Head,
@@ -170,11 +171,12 @@ class FileStore:
             file.seek(offset)
             return file.read(num_bytes)
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
-        with self._plain_words(key), self._path(key).open("rb") as file:
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
+        with self._plain_words(key), self._path(key).open("rb", buffering=0) as file:
             file.seek(offset)
+            memory = pages(BLOCK_BYTES)
             for at in range(0, num_bytes, BLOCK_BYTES):
-                yield file.read(min(BLOCK_BYTES, num_bytes - at))
+                yield memory[: file.readinto(memory[: num_bytes - at])]
 
     def list(self, prefix: str) -> Iterator[Entry]:
         with self._plain_words(prefix):

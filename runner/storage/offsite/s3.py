@@ -25,17 +25,19 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, TypedDict
 
 import tenacity
 from botocore.exceptions import ClientError, IncompleteReadError
 
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine_chunks
+from runner.storage.disk import pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
     Abilities,
+    Block,
     Checksums,
     Entry,
     Head,
@@ -43,7 +45,6 @@ from runner.storage.offsite.contract import (
     Sent,
     Version,
     agrees,
-    check_chunks,
     is_key,
     run_all,
 )
@@ -57,12 +58,15 @@ from runner.storage.offsite.wire import (
     connect,
     open_part,
     plain_words,
+    read_into,
 )
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 NUM_THREADS: Final = 8
 PART_CHUNKS: Final = 2  # chunks in a part
+LARGE_PART_CHUNKS: Final = 4  # of a shard that has many
+_MIN_PARTS: Final = 32  # of such a shard
 _NUM_CALLERS: Final = 8  # threads of callers, beside those that send parts
 _MAX_PARTS: Final = 10_000
 _COPY_CHUNKS: Final = 32  # in a part that the server copies: quick enough for any time limit
@@ -176,17 +180,16 @@ class S3Store:
             self._complete(upload, shard, parts, etags)
 
     def _put_whole(self, key: str, path: Path, shard: Shard, part: _Part) -> None:
-        check_chunks(path, shard, part.first, part.num_chunks)
-        with closing(open_part(path, 0, part.size_bytes)) as body:
+        with open_part(path, shard, part.first, part.num_chunks) as body:
             self._client.put_object(
-                **self._named(key), Body=body if part.size_bytes else b"", **self._digest(part.crc32, path, part)
+                **self._named(key), Body=body if part.size_bytes else b"", **self._digest(part, path, shard)
             )
 
-    def _digest(self, checksum: int, path: Path, part: _Part) -> Mapping[str, Any]:
+    def _digest(self, part: _Part, path: Path, shard: Shard) -> Mapping[str, Any]:
         """By what the server compares a body: always by something."""
         if self.probe().checksums is not Checksums.NONE:
-            return _with_crc32(checksum)
-        return {"ContentMD5": base64.b64encode(_md5(path, part)).decode()}
+            return _with_crc32(part.crc32)
+        return {"ContentMD5": base64.b64encode(_md5(path, shard, part)).decode()}
 
     def _find_upload(self, key: str) -> _Upload | None:
         """The upload of this key that a killed process left, with the parts that arrived."""
@@ -219,18 +222,17 @@ class S3Store:
 
     def _put_part(self, upload: _Upload, path: Path, shard: Shard, part: _Part, sent: Sent) -> str:
         """Send a part, unless it is there, and return its tag."""
-        check_chunks(path, shard, part.first, part.num_chunks)
         there = upload.there.get(part.number)
-        if there is not None and _is_same(there, path, part):
+        if there is not None and _is_same(there, path, shard, part):
             sent(part.size_bytes)
             return str(there["ETag"])
-        with closing(open_part(path, part.offset, part.size_bytes)) as body:
+        with open_part(path, shard, part.first, part.num_chunks) as body:
             answer = self._client.upload_part(
                 **self._named(upload.key),
                 UploadId=upload.id,
                 PartNumber=part.number,
                 Body=body,
-                **self._digest(part.crc32, path, part),
+                **self._digest(part, path, shard),
             )
         sent(part.size_bytes)
         return answer["ETag"]
@@ -348,12 +350,12 @@ class S3Store:
         return self.read(key, 0, head.size_bytes)
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        return next(self._blocks(key, offset, num_bytes, num_bytes), b"")
+        return bytes(next(self._blocks(key, offset, num_bytes, num_bytes), b""))
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[bytes]:
+    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
         return self._blocks(key, offset, num_bytes, BLOCK_BYTES)
 
-    def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int) -> Iterator[bytes]:
+    def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int) -> Iterator[Block]:
         """Each block may be asked for so often; what came before it is not asked for again."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
@@ -363,9 +365,10 @@ class S3Store:
         )
         reading = _Reading(partial(self._client.get_object, **self._named(key)), offset, num_bytes)
         with closing(reading):
+            memory = pages(min(block_bytes, num_bytes)) if num_bytes else memoryview(b"")
             while reading.left:
                 with self._plain_words(key):
-                    block = retrying(reading.next_block, block_bytes)
+                    block = retrying(reading.next_block, memory)
                 yield block
 
     def list(self, prefix: str) -> Iterator[Entry]:
@@ -443,20 +446,20 @@ class _Reading:
         self._body: Any = None
         self.left = num_bytes
 
-    def next_block(self, block_bytes: int) -> bytes:
+    def next_block(self, memory: memoryview) -> memoryview:
         if self._body is None:
             answer = self._ask(Range=f"bytes={self._at}-{self._at + self.left - 1}")
             self._body, self.left = answer["Body"], min(self.left, answer["ContentLength"])
-        expected, block = min(block_bytes, self.left), b""
+        block, came = memory[: self.left], 0  # no more: a server that ignores the range cannot fill our memory
         try:
-            block = self._body.read(expected)  # no more: a server that ignores the range cannot fill our memory
+            came = read_into(self._body, block)
         finally:
-            if len(block) != expected:
+            if came != len(block):
                 self.close()
-        if len(block) != expected:
-            raise IncompleteReadError(actual_bytes=len(block), expected_bytes=expected)
-        self._at, self.left = self._at + expected, self.left - expected
-        return cast("bytes", block)
+        if came != len(block):
+            raise IncompleteReadError(actual_bytes=came, expected_bytes=len(block))
+        self._at, self.left = self._at + came, self.left - came
+        return block
 
     def close(self) -> None:
         if self._body is not None:
@@ -495,9 +498,9 @@ class _Upload:
 
 
 def _plan_parts(shard: Shard, part_chunks: int) -> list[_Part]:
-    """Parts of whole chunks, as few chunks as asked for unless there were too many parts."""
+    """Parts of whole chunks, as few chunks as asked for; more of a large shard, since a request costs 2 ms of processor."""
     num_chunks = len(shard.checksums)
-    step = max(part_chunks, -(-num_chunks // _MAX_PARTS))
+    step = max(part_chunks, min(LARGE_PART_CHUNKS, num_chunks // _MIN_PARTS), -(-num_chunks // _MAX_PARTS))
     return [_part(shard, number, first, step) for number, first in enumerate(range(0, max(1, num_chunks), step), 1)]
 
 
@@ -513,16 +516,16 @@ def _part(shard: Shard, number: int, first: int, num_chunks: int) -> _Part:
     )
 
 
-def _is_same(there: Mapping[str, Any], path: Path, part: _Part) -> bool:
+def _is_same(there: Mapping[str, Any], path: Path, shard: Shard, part: _Part) -> bool:
     """Whether a part in the store is ours. Not every server tells the CRC32 of a part (SeaweedFS); all tell the MD5."""
     if there.get("ChecksumCRC32"):
         return bool(there["ChecksumCRC32"] == _encode(part.crc32))
-    return bool(there["ETag"].strip('"') == _md5(path, part).hex())
+    return bool(there["ETag"].strip('"') == _md5(path, shard, part).hex())
 
 
-def _md5(path: Path, part: _Part) -> bytes:
+def _md5(path: Path, shard: Shard, part: _Part) -> bytes:
     digest = hashlib.md5(usedforsecurity=False)
-    with closing(open_part(path, part.offset, part.size_bytes)) as body:
+    with open_part(path, shard, part.first, part.num_chunks) as body:
         while block := body.read(_HASH_BYTES):
             digest.update(block)
     return digest.digest()

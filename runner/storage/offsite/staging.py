@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, write_durable
-from runner.storage.offsite.contract import Head, OffsiteError, Store, by_chunk, in_parallel
+from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
@@ -269,7 +269,7 @@ class _Fetching:
         Disk().sync(file.target.parent)
 
 
-def _stream(file: _File, begin: int, num_bytes: int) -> Iterator[bytes]:
+def _stream(file: _File, begin: int, num_bytes: int) -> Iterator[Block]:
     """All of it, or an error: else what an early end leaves of a piece would count as one."""
     left = min(num_bytes, file.size_bytes - begin)
     for block in file.store.stream(file.key, begin, left):

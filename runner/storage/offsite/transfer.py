@@ -36,6 +36,7 @@ from runner.storage.checksums import combine_chunks, describe_file
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import (
     Abilities,
+    Block,
     Entry,
     Head,
     OffsiteError,
@@ -67,7 +68,7 @@ _NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
 _PAUSES_S: Final = (0.2, 0.8, 2.0)
 _READ_ATTEMPTS: Final = 3
 _TELL_EVERY_S: Final = 60.0
-RUN_CHUNKS: Final = 4  # fetched with one request
+RUN_CHUNKS: Final = 8  # fetched with one request
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
 
@@ -166,8 +167,8 @@ def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress:
     Bring a committed checkpoint into the store; when this returns the store has confirmed all of it.
 
     Returns how many bytes the store copied from a checkpoint that it had. `damaged` means that the
-    bytes here are not those of the manifest: nothing of that shard was sent, and what to do about
-    it is the caller's decision.
+    bytes here are not those of the manifest: no such part was stored, and what to do about it is
+    the caller's decision.
     """
     manifest = directory.manifest(ref)
     sender = _Sender(store, job, manifest, directory.path(ref), Meter(manifest.size_bytes, progress))
@@ -400,8 +401,8 @@ class Source(Protocol):
         """One chunk, compared with the manifest; `StoreError` if it is another or cannot be had."""
         ...
 
-    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
-        """Chunks in blocks, none of which has bytes of two. Not compared."""
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
+        """Chunks in blocks, none of which has bytes of two, each there until the next is asked for. Not compared."""
         ...
 
 
@@ -416,11 +417,11 @@ class StoreSource:
     def read(self, shard: Shard, chunk: int) -> bytes:
         return _fetch_chunk(self._store, self._key(shard), shard, chunk)
 
-    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+    def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
         return _stream_chunks(self._store, self._key(shard), shard, first, num_chunks)
 
 
-def _stream_chunks(store: Store, key: str, shard: Shard, first: int, num_chunks: int) -> Iterator[bytes]:
+def _stream_chunks(store: Store, key: str, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
     begin = first * CHUNK_BYTES
     return store.stream(key, begin, min(num_chunks * CHUNK_BYTES, shard.size_bytes - begin))
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
 from urllib.parse import urlsplit
@@ -34,12 +35,15 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
     ReadTimeoutError,
+    ResponseStreamingError,
     SSLError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from runner.job import OffloadPolicy
-from runner.storage.offsite.contract import OffsiteError
+from runner.storage.offsite.contract import Block, OffsiteError, other_bytes
+from vramfarm.checksum import crc32
+from vramfarm.protocol import CHUNK_BYTES, Shard
 
 if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
@@ -190,8 +194,8 @@ class _Leaving:
     def __init__(self, body: Any, pace: Pace) -> None:  # noqa: ANN401  # anything that reads
         self._body, self._pace = body, pace
 
-    def read(self, _: int = -1) -> bytes:
-        block: bytes = self._body.read(self._pace.block_bytes)
+    def read(self, _: int = -1) -> Block:
+        block: Block = self._body.read(self._pace.block_bytes)
         self._pace.take(len(block))
         return block
 
@@ -200,25 +204,62 @@ class _Leaving:
         self._body.seek(offset)
 
 
-def open_part(path: Path, offset: int, size_bytes: int) -> IO[bytes]:
-    """Some bytes of a file, as a body."""
-    return cast("IO[bytes]", _FilePart(path, offset, size_bytes))
+@contextmanager
+def open_part(path: Path, shard: Shard, first: int, num_chunks: int) -> Iterator[IO[bytes]]:
+    """
+    Some chunks of a local file, as a body. What is wrong with the file is raised when the context ends,
+    whatever botocore made of it: `damaged` for other bytes than the shard's, which never leave whole.
+    """
+    try:
+        part = _FilePart(path, shard, first, num_chunks)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    try:
+        yield cast("IO[bytes]", part)
+    except Exception:
+        if part.problem:
+            raise part.problem from None
+        raise
+    finally:
+        part.close()
+
+
+def _unreadable(path: Path, error: OSError) -> OffsiteError:
+    return OffsiteError(f"{path}: {error.strerror}", final=False)
 
 
 class _FilePart:
-    """Read when they are needed, so that memory does not grow with them."""
+    """Read once, when it is needed, into memory that is used again, and summed while it is warm."""
 
-    def __init__(self, path: Path, offset: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, shard: Shard, first: int, num_chunks: int) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._offset, self._size, self._at = offset, size_bytes, 0
+        self._path, self._shard, self._first = path, shard, first
+        self._size = min(num_chunks * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES)
+        self._memory = memoryview(bytearray(_BLOCK_BYTES))
+        self._at = self._checksum = 0
+        self.problem: OffsiteError | None = None
 
-    def read(self, num_bytes: int = -1) -> bytes:
-        left = self._size - self._at
-        block = os.pread(self._fd, left if num_bytes < 0 else min(num_bytes, left), self._offset + self._at)
-        if left and num_bytes and not block:
-            raise OSError(0, "the file has become shorter while it was sent")
+    def read(self, num_bytes: int = -1) -> memoryview:
+        """Some of them, none at the end; there until the next call. No block has bytes of two chunks."""
+        index, begin = divmod(self._at, CHUNK_BYTES)
+        end = min(CHUNK_BYTES, self._size - index * CHUNK_BYTES)
+        wanted = self._memory[: end - begin]
+        block = self._load(wanted if num_bytes < 0 else wanted[:num_bytes])
+        self._checksum = crc32(block, self._checksum if begin else 0)
+        cut = len(block) == 0 and len(wanted) > 0 and num_bytes != 0
+        done = len(block) > 0 and begin + len(block) == end
+        if cut or (done and self._checksum != self._shard.checksums[self._first + index]):
+            self.problem = other_bytes(self._path, self._first + index)
+            raise self.problem
         self._at += len(block)
         return block
+
+    def _load(self, memory: memoryview) -> memoryview:
+        try:
+            return memory[: os.preadv(self._fd, [memory], self._first * CHUNK_BYTES + self._at)]
+        except OSError as error:
+            self.problem = _unreadable(self._path, error)
+            raise self.problem from None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
@@ -229,6 +270,27 @@ class _FilePart:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore's streaming body
+    """
+    Fill memory from an answer's body; fewer bytes only at its end.
+
+    Straight from the socket, where urllib3 would make new bytes for each block and copy them.
+    """
+    over: Any = getattr(body, "_raw_stream", None)
+    answer = getattr(over, "_original_response", None)
+    if not isinstance(answer, HTTPResponse):
+        return cast("int", body.readinto(memory))
+    try:
+        came = answer.readinto(memory)
+    except TimeoutError as error:
+        raise ReadTimeoutError(endpoint_url=over.url or "", error=error) from error
+    except (OSError, HTTPException) as error:
+        raise ResponseStreamingError(error=error) from error
+    if answer.isclosed():  # all came: the connection can take the next request
+        over.release_conn()
+    return came
 
 
 # ------------------------------------------------------------------------------- plain words
