@@ -144,6 +144,21 @@ def test_a_silent_exit_is_named_with_its_code(torchrun):
     assert first_error(folder, ended).summary.startswith("rank 0 exited with code 3 and no error message; see ")
 
 
+def test_a_rank_that_says_why_without_the_look_of_an_error_is_quoted(ranks, tmp_path):
+    """
+    `sys.exit("why")` and a logger's line are all that a person at night has.
+    """
+    table = "E1130 02:00:00.000000 9 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python"
+    ranks("import sys; sys.exit('config.yaml: no key data.path')", launcher_log=f"{table}\n")
+
+    summary = first_error(tmp_path, Exit(code=1)).summary
+
+    assert (
+        "exited with code 1 and no error message; the last line of its stderr: config.yaml: no key data.path; see"
+        in summary
+    )
+
+
 def test_a_job_that_asks_for_input_is_told_so(ranks):
     """
     Standard input is empty, so `input()` fails at once, with an error that says nothing of a question.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.facts import Exit
+from runner.supervise.logs import find_streams, read_tail
 from runner.supervise.triage.evidence import Evidence, Kills
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
@@ -32,7 +33,7 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
     what = (
         f"{_who(line, chosen.rank, log)}{_cut(line.text.strip())}{_asked(line.text)}"
         if code is None
-        else _silent(line, code, chosen)
+        else f"{_silent(line, code, chosen)}{_last_words(folder, line.rank if chosen.rank is None else chosen.rank)}"
     )
     return f"{what}; see {log}"
 
@@ -64,6 +65,14 @@ def _silent(line: LogLine, code: int, chosen: Chosen) -> str:
         return f"{who} exited with code {code} and no error message"
     why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
     return f"{who} was killed by {_signal_name(-code)}{why}"
+
+
+def _last_words(folder: Path, rank: int | None) -> str:
+    """What `sys.exit("why")` and a logger print has no sign of an error, and is all that is known."""
+    streams = find_streams(folder, rank=rank) if rank is not None and folder.is_dir() else ()
+    lines = [line.strip() for stream in streams if stream.name == "stderr" for line in read_tail(stream.path)]
+    last = next((line for line in reversed(lines) if line), "")
+    return f"; the last line of its stderr: {_cut(last)}" if last else ""
 
 
 def _only_code(ended: Exit | None) -> str:
