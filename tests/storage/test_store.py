@@ -524,8 +524,10 @@ def test_a_read_that_breaks_goes_on_after_what_came(s3_offload, s3server, tmp_pa
         content = b"".join(map(bytes, store.stream("job/shard", 0, len(LARGE))))
 
         assert LARGE == content
-        assert sorted(set(asked), key=lambda range_: int(range_[6:].partition("-")[0])) == asked
-        assert 4 < len(asked)
+        assert sorted(asked, key=lambda range_: int(range_[6:].partition("-")[0])) == asked
+        assert 4 < len(
+            set(asked)
+        )  # one may come twice: a connection that has carried much breaks before the first block
 
 
 def test_the_server_compares_the_checksums_itself(s3server):
@@ -546,7 +548,7 @@ def test_abort_forgets_unfinished_uploads(s3store, s3server):
 
     def left():
         found = client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix)["Uploads"]
-        return [upload["Key"].removeprefix(s3store._prefix) for upload in found]
+        return sorted(upload["Key"].removeprefix(s3store._prefix) for upload in found)
 
     s3store.abort("job/", datetime.now(UTC) - timedelta(days=1))
     early = left()
