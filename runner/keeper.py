@@ -27,6 +27,7 @@ from runner.policy.lease import (
     Keeper,
     Look,
     Lost,
+    Pace,
     Put,
     decide_move,
     failed,
@@ -48,8 +49,8 @@ _MAX_BYTES: Final = 1 << 16
 Tell = Callable[[Mapping[str, Any]], None]  # a line of a task
 
 
-def keep_lease(  # noqa: PLR0913  # what differs between machines
-    store: Store, job: str, *, runner: int, holder: str, who: str, status: Path, tell: Tell
+def keep_lease(  # noqa: PLR0913  # what differs between machines, and between tests
+    store: Store, job: str, *, runner: int, holder: str, who: str, status: Path, tell: Tell, pace: Pace | None = None
 ) -> Mapping[str, Any]:
     """
     Hold the lease until the runner ends or asks for its release; returns why it is not held any more.
@@ -58,7 +59,7 @@ def keep_lease(  # noqa: PLR0913  # what differs between machines
     """
     if not store.probe().conditional:
         return _told(LeaseState.NOT_NEEDED)
-    keeping = _Keeping(store, job, Keeper(holder=holder, life=uuid.uuid4().hex, who=who), tell)
+    keeping = _Keeping(store, job, Keeper(holder=holder, life=uuid.uuid4().hex, who=who, pace=pace or Pace()), tell)
     asked, published = threading.Event(), _Status(store, job, status)
     signal.signal(FINISH, lambda *_: asked.set())
     while os.getppid() == runner:
