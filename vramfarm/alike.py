@@ -8,13 +8,13 @@ first batches are, and the first rank compares. Nobody waits, and after that not
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from vramfarm.checksum import crc32
 from vramfarm.protocol import Slot
 from vramfarm.seat import Seat
 
@@ -51,7 +51,7 @@ def digest(batch: Any) -> int:  # noqa: ANN401  # the script's
     total = 0
     for tensor in _tensors(batch):
         part = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous()
-        total = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), total)
+        total = crc32(part.view(torch.uint8).numpy().tobytes(), total)
     return total + 1
 
 
