@@ -1,5 +1,5 @@
 """
-The tables of benchmarks/checkpoint.py that two cards are for, one after the other.
+The tables of benchmarks/checkpoint.py that two cards are for, one after the other; on one card with one rank.
 
     python benchmarks/gpu/checkpoint.py FOLDER [--only peers transformer large] [--limit-s 960]
 
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import page
 from drive import HERE, finish_ranks, has_cards, launch_ranks, tail
 
 TABLES = {
@@ -40,17 +41,19 @@ def main():
     failed, pages = [], []
     for name in arguments.only:
         options = (TABLES if has_cards() else SMALL)[name].split()
-        log, page = folder / f"checkpoint-{name}.log", folder / f"checkpoint-{name}.md"
+        log, table = folder / f"checkpoint-{name}.log", folder / f"checkpoint-{name}.md"
         log.unlink(missing_ok=True)
-        page.unlink(missing_ok=True)
+        table.unlink(missing_ok=True)
         left = arguments.limit_s - (time.monotonic() - began)
         script = str(HERE.parent / "checkpoint.py")
         where = ["--name", f"checkpoint-{name}", "--dir", str(folder), "--out", str(folder)]
-        code = finish_ranks(launch_ranks(2, script, [*options, *where], log), min(LIMIT_S[name], left))
+        code = finish_ranks(
+            launch_ranks(min(2, page.num_ranks()), script, [*options, *where], log), min(LIMIT_S[name], left)
+        )
         shutil.rmtree(folder / "bench", ignore_errors=True)
         print(f"== {name}: exit {code}\n{tail(log, 40)}", flush=True)
-        pages.append(f"### {name}\n\n{page.read_text() if page.exists() else 'no table came out'}")
-        failed += [f"FAILED: {name} ended with {code}"] if code or not page.exists() else []
+        pages.append(f"### {name}\n\n{table.read_text() if table.exists() else 'no table came out'}")
+        failed += [f"FAILED: {name} ended with {code}"] if code or not table.exists() else []
     text = "\n".join(["## Saves", "", *pages, *failed]) + "\n"
     (folder / "checkpoint.md").write_text(text)
     print(text, flush=True)

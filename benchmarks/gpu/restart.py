@@ -19,6 +19,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import page
 from drive import ROOT, end, finish, has_cards, launch, lines, tail, torchrun
 
 sys.path.append(str(ROOT))
@@ -39,8 +40,8 @@ class FailedError(Exception):
 class Starts:
     """Starts of train.py, each bounded, and what they wrote down."""
 
-    def __init__(self, folder, size, limit_s):
-        self.folder, self.size, self.limit_s = folder, size, limit_s
+    def __init__(self, folder, size, ranks, limit_s):
+        self.folder, self.size, self.ranks, self.limit_s = folder, size, ranks, limit_s
         self.ours, self.dcp = folder / "ours", folder / "dcp"
         self.number = 0
 
@@ -49,7 +50,7 @@ class Starts:
         options = [*self.size, "--steps", "2", "--out", str(self.folder / "make"), "--dir", str(self.ours), "--quit"]
         log = self.folder / "make.log"
         options += ["--interval", "24h", "--dcp-save", str(self.dcp)]
-        code = finish(launch(torchrun(2, "train.py", options), log), self.limit_s)
+        code = finish(launch(torchrun(self.ranks, "train.py", options), log), self.limit_s)
         if code:
             raise FailedError(f"no checkpoint was made: exit {code}: {tail(log)}")
         return max(one for one in self.ours.iterdir() if (one / "MANIFEST.json").exists())
@@ -78,7 +79,7 @@ class Starts:
         shim = [sys.executable, "-I", str(ROOT / "runner" / "supervise" / "shim.py"), str(out / "attempt")]
         ahead = str(checkpoint) if kind == AHEAD else "none"
         began = time.time()
-        process = launch([*shim, *torchrun(2, "train.py", options)], out / "log", VRAMFARM_RESUME=ahead)
+        process = launch([*shim, *torchrun(self.ranks, "train.py", options)], out / "log", VRAMFARM_RESUME=ahead)
         try:
             found = self._parts(out, process, began)
         finally:
@@ -95,7 +96,7 @@ class Starts:
                 log = out / "attempt" / "launcher.log"
                 raise FailedError(f"exit {process.poll()} after {time.time() - began:.0f} s: {tail(log)[-1500:]}")
             time.sleep(0.02)
-        events = [{one["event"]: one for one in lines(out / f"events-{rank}.jsonl")} for rank in (0, 1)]
+        events = [{one["event"]: one for one in lines(out / f"events-{rank}.jsonl")} for rank in range(self.ranks)]
         moments = [began, *(max(one[name]["at"] for one in events) for name in EVENTS[:-1]), first[0]["at"]]
         parts = dict(zip(PARTS, (b - a for a, b in pairwise(moments)), strict=True))
         restored = [one["restored"] for one in events]
@@ -113,7 +114,7 @@ def main():
     folder, began = base / "restart", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    starts = Starts(folder, arguments.size.split(), arguments.start_limit_s)
+    starts = Starts(folder, arguments.size.split(), arguments.ranks, arguments.start_limit_s)
 
     def say(text):
         print(f"{time.monotonic() - began:6.1f} {text}", flush=True)
@@ -153,8 +154,8 @@ def a_round(starts, checkpoint, found, *, say, until, number, write):
         if at < len(DEPTHS):
             depth = DEPTHS[(at + number) % len(DEPTHS)]
             forget(starts.ours)
-            found["read"][depth].append(seconds_to_read(shards, depth))
-            say(f"direct read, {depth} in flight: {found['read'][depth][-1]:.2f} s")
+            found["read"][depth].append(seconds_to_read(shards, depth // starts.ranks, starts.ranks))
+            say(f"direct read, {depth} in flight in all: {found['read'][depth][-1]:.2f} s")
         before = [one["total"] for one in found["starts"].get(kind, [])]
         if time.monotonic() + max(before, default=0) + 5 > until:
             say(f"no time is left for another start {kind}")
@@ -177,9 +178,9 @@ def write(base, arguments, found):
     without = {one["round"]: one["total"] for one in found["starts"].get(WITHOUT, [])}
     reads = {depth: spread(several) for depth, several in found["read"].items() if several}
     text = [
-        about(),
+        page.machine(),
         "",
-        f"{found['bytes'] / 1e9:.2f} GB, two ranks; {arguments.size}. Medians and ranges in seconds; a part ends when both ranks have.",
+        f"{found['bytes'] / 1e9:.2f} GB, ranks: {arguments.ranks}; {arguments.size}. Medians and ranges in seconds; a part ends when both ranks have.",
         "",
         f"| start | {' | '.join(PARTS)} | in all | beyond the same without | × the direct read |",
         "|---" * (len(PARTS) + 4) + "|",
@@ -191,7 +192,7 @@ def write(base, arguments, found):
         text.append(f"| {kind} | {parts} | {spread([one['total'] for one in several])} {compared}")
     text += [
         "",
-        f"Direct read of the same shards, by pieces in flight: {reads}; the better median, {read:.2f} s, is what counts. Beyond: medians of what each round had more than its own start without.",
+        f"Direct read of the same shards, by as many processes as there are ranks, by pieces in flight in all: {reads}; the better median, {read:.2f} s, is what counts. Beyond: medians of what each round had more than its own start without.",
     ]
     for kind, several in found["starts"].items():
         if kind in {OURS, AHEAD}:
@@ -202,12 +203,6 @@ def write(base, arguments, found):
             text.append(f"Inside {kind}, the slower rank: {inside}.")
     text += [f"FAILED: {one}" for one in found["failed"]]
     (base / "restart.md").write_text("## Restart\n\n" + "\n".join(text) + "\n")
-
-
-def about():
-    from page import machine
-
-    return machine()
 
 
 def middle(values):
@@ -224,6 +219,7 @@ def parse_arguments():
     parser.add_argument("--limit-s", type=float, default=270 if has_cards() else 380)
     parser.add_argument("--start-limit-s", type=float, default=90, help="for one start")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=min(2, page.num_ranks()))
     parser.add_argument("--size", default=CARDS if has_cards() else NO_CARDS)
     return parser.parse_args()
 
