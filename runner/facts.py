@@ -229,7 +229,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """`final`: trying again cannot help (403, no such bucket, a wrong command)."""
+    """
+    `final`: trying again cannot help (403, no such bucket, a wrong command); `curable`: unless somebody renews
+    credentials or makes room meanwhile.
+    """
 
     subject: str
     at: datetime
@@ -238,6 +241,7 @@ class Failed:
     failures: int  # in a row, of this subject
     hint: str = ""
     since: datetime | None = None  # first of these failures
+    curable: bool = False
     damaged: bool = False  # the bytes at the source do not match their manifest
     exit_code: int = 1  # of the error, in `errors.py`
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from pydantic import TypeAdapter
 from runner.adapters.frameworks import Save, framework_name, get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import find_server, with_secrets
-from runner.adapters.secrets import find_values
+from runner.adapters.secrets import find_values, with_store_keys
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
@@ -70,7 +71,7 @@ def main() -> int:
     try:
         result = TASKS[kind](arguments, _Saying())
     except OffsiteError as error:
-        return _fail(str(error), hint=error.hint, final=error.final, damaged=getattr(error, "damaged", False))
+        return _fail(str(error), hint=error.hint, final=error.final, curable=error.curable, damaged=error.damaged)
     except RunnerError as error:
         return _fail(str(error), hint=error.hint, final=getattr(error, "final", True), exit_code=error.exit_code)
     except OSError as error:
@@ -86,8 +87,8 @@ def _end_with(runner: int) -> None:
     os._exit(1)
 
 
-def _fail(error: str, *, hint: str, final: bool, damaged: bool = False, exit_code: int = 1) -> int:
-    _say({"error": error, "hint": hint, "final": final, "damaged": damaged, "exit_code": exit_code})
+def _fail(error: str, *, hint: str, final: bool, **more: bool | int) -> int:
+    _say({"error": error, "hint": hint, "final": final, **more})
     return 1
 
 
@@ -130,7 +131,7 @@ def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source
     if not isinstance(source, ArchiveSource) or not source.archive.startswith(("s3://", "file://")):
         return source
     folder, _, name = source.archive.rpartition("/")
-    store = open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": folder}), os.environ)
+    store = _open_at(folder, arguments)
     head = store.head(name)
     if head is None:
         raise JobError(f"source.archive: expected an object at {source.archive}, found none")
@@ -157,7 +158,7 @@ def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def _mission(arguments: Arguments) -> Mission:
-    env = with_secrets(os.environ)
+    env = with_store_keys(with_secrets(os.environ))
     job = Job.model_validate(arguments["spec"])
     return Mission(
         job=job,
@@ -270,13 +271,10 @@ def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     job = Job.model_validate(arguments["spec"])
     lineage, _, place = arguments["subject"].partition(" ")
 
-    def open_at(address: str) -> Store:
-        return open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": address}), os.environ)
-
     started = time.monotonic()
     forked = forking.fork(
         place,
-        open_at,
+        partial(_open_at, arguments=arguments),
         _directory(arguments),
         job=job.name,
         framework=framework_name(job),
@@ -364,13 +362,10 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The data, from wherever each item lies; endpoint and credentials are those of `offload`."""
     job = Job.model_validate(arguments["spec"])
 
-    def open_at(address: str) -> Store:
-        return open_store(OffloadPolicy.model_validate({**arguments["offload"], "to": address}), os.environ)
-
     started = time.monotonic()
     found = staging.stage(
         [staging.Item(source=item.source, to=item.to) for item in job.data],
-        open_at,
+        partial(_open_at, arguments=arguments),
         run_dir=Path(arguments["run_dir"]),
         digest=arguments["subject"],
         boot_id=arguments["boot_id"],
@@ -427,7 +422,14 @@ def _read_json(store: Store, key: str) -> dict[str, Any]:
 
 def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
     abilities = parse_abilities(arguments.get("abilities"))
-    return open_store(OffloadPolicy.model_validate(arguments["offload"]), os.environ, abilities, timeouts_s=timeouts_s)
+    offload = OffloadPolicy.model_validate(arguments["offload"])
+    return open_store(offload, with_store_keys(os.environ), abilities, timeouts_s=timeouts_s)
+
+
+def _open_at(address: str, arguments: Arguments) -> Store:
+    """Another place, with endpoint and credentials of `offload`."""
+    offload = OffloadPolicy.model_validate({**arguments["offload"], "to": address})
+    return open_store(offload, with_store_keys(os.environ))
 
 
 def _directory(arguments: Arguments) -> CheckpointDir:

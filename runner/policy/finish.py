@@ -61,7 +61,7 @@ def after_the_end(job: Job, history: History, seen: Observed) -> Action:
 
 
 def _why_not(seen: Observed) -> str:
-    states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY))
+    states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY, TaskKind.LEASE))
     return next((s.error for s in states if isinstance(s, Failed)), "there was no time")
 
 
@@ -132,7 +132,9 @@ def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, want
     if not wanted or (isinstance(state, Finished) and state.subject == subject):
         return None
     failed = failure_of(kind, subject, seen)
-    if failed and (failed.final or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen)):
+    if failed and (
+        _is_hopeless(failed) or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen)
+    ):
         return None
     return begin(kind, subject, seen) or Wait()
 
@@ -140,8 +142,13 @@ def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, want
 def _patience_ends(conclusion: Conclusion, seen: Observed) -> datetime:
     """An outage has its half hour, whenever after the end it begins; all that it holds up has the same one."""
     states = [seen.tasks.get(kind) for kind in (*WRITERS, TaskKind.VERIFY, TaskKind.LEASE)]
-    since = [state.since or state.at for state in states if isinstance(state, Failed) and not state.final]
+    since = [state.since or state.at for state in states if isinstance(state, Failed) and not _is_hopeless(state)]
     return max(conclusion.at, min(since, default=conclusion.at)) + STORE_PATIENCE
+
+
+def _is_hopeless(failed: Failed) -> bool:
+    """A key that expired in the night may be renewed, a full store may be emptied: that is waited for as an outage is."""
+    return failed.final and not failed.curable
 
 
 def _is_in_vain(history: History, seen: Observed) -> bool:
@@ -168,7 +175,7 @@ def tell_draining(job: Job, history: History, seen: Observed) -> Draining | None
     until = until if seen.deadline_at is None else min(until, seen.deadline_at)
     for kind in _DRAINERS:
         match seen.tasks.get(kind):
-            case Failed(final=False) as failed:
+            case Failed() as failed if not _is_hopeless(failed):
                 return Draining(f"{kind} {failed.subject} ({failed.error})", until, is_held_up=True)
             case Running(subject=subject) if kind is not TaskKind.LEASE:
                 return Draining(f"{kind} {subject}", until, is_held_up=False)

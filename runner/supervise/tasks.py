@@ -139,6 +139,7 @@ class TaskBoard:
             error=str(task.last["error"]) if task.last else _died(kind, code, task.error_tail()),
             final=is_final,
             hint=str(task.last.get("hint", "")),
+            curable=bool(task.last.get("curable", False)),
             damaged=bool(task.last.get("damaged", False)),
             exit_code=int(task.last.get("exit_code", 1)),
             failures=1 + (before.failures if before and is_same else 0),

@@ -474,6 +474,27 @@ def test_what_can_not_be_done_holds_up_no_end():
     assert Begin(TaskKind.PUBLISH, "stopped") == decide(JOB, OVER, full)
 
 
+@pytest.mark.parametrize(
+    ("minutes", "expected"),
+    [(1, Wait()), (2, Begin(TaskKind.UPLOAD, CHECKPOINT.ref.name)), (30, Begin(TaskKind.PUBLISH, "stopped"))],
+    ids=["refused just now", "tried again", "nobody came"],
+)
+def test_a_refusal_that_somebody_may_cure_is_waited_for_as_an_outage_is(minutes, expected):
+    """
+    A key that expired after hours, a store that is full: new credentials within half an hour save the last checkpoint.
+    """
+    name, now = CHECKPOINT.ref.name, START + timedelta(minutes=minutes)
+    expired = Failed(subject=name, at=START, since=START, error="403", final=True, curable=True, failures=1)
+    if minutes == 30:
+        expired = replace(expired, at=now)
+    tasks = {TaskKind.UPLOAD: expired}
+    seen = Observed(now=now, boot_id="b", life="l", local=(CHECKPOINT,), offsite=(), tasks=tasks)
+
+    assert expected == decide(JOB, OVER, seen)
+    until = START + STORE_PATIENCE
+    assert Draining(f"upload {name} (403)", until, is_held_up=True) == tell_draining(JOB, OVER, seen)
+
+
 def test_a_run_that_another_runner_has_is_left_to_it():
     """
     Nothing of it is launched here, whatever is on this disk.

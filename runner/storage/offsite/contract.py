@@ -27,12 +27,16 @@ class OffsiteError(StoreError):
     """
     The store, or what is in it, cannot be used now. `final`: trying again cannot help.
 
-    `damaged`: the bytes of one checkpoint are not those of its manifest; take another one.
+    `curable`: unless somebody does something that no part of the job is changed by: renews the credentials,
+    makes room. `damaged`: the bytes of one checkpoint are not those of its manifest; take another one.
     """
 
-    def __init__(self, message: str, *, hint: str = "", final: bool, damaged: bool = False) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", final: bool, curable: bool = False, damaged: bool = False
+    ) -> None:
         super().__init__(message, hint=hint)
         self.final = final
+        self.curable = curable
         self.damaged = damaged
 
 

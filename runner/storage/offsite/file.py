@@ -53,6 +53,7 @@ _CURES: Final[Mapping[int, str]] = {
     errno.ELOOP: "correct offload.to: its links lead in a circle",
     errno.ENAMETOOLONG: "correct offload.to, or give the job a shorter name",
 }
+_CURABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})  # some network disks
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
@@ -69,6 +70,7 @@ class FileStore:
                 f"{self.address}: expected the folder {root.parent}, found none",
                 hint="is the disk mounted? make the folder, or correct offload.to",
                 final=True,
+                curable=True,
             )
 
     def probe(self) -> Abilities:
@@ -253,9 +255,9 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            hint = _CURES.get(error.errno or 0, "")
-            where = f"{self.address}/{key}".rstrip("/")
-            raise OffsiteError(f"{where}: {error.strerror}", hint=hint, final=bool(hint)) from error
+            hint, curable = _CURES.get(error.errno or 0, ""), error.errno in _CURABLE
+            what = f"{self.address}/{key}".rstrip("/") + f": {error.strerror}"
+            raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable) from error
 
 
 def _guard_of(path: Path) -> Path:

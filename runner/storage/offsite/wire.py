@@ -77,6 +77,11 @@ _HINTS: Final[Mapping[str, str]] = {
     "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",
     "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
 }
+_CURABLE_STATUS: Final = frozenset({401, 403})  # whoever says no may say yes tomorrow, or to a new key
+_CURABLE: Final = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidIdentityToken"}
+    | {"QuotaExceeded"}
+)
 _UNREACHABLE: Final = "check offload.endpoint and the network"
 _NO_ROLE: Final = "the credentials of this machine's role did not come: does it still have one?"
 _DAMAGED: Final = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
@@ -305,7 +310,7 @@ def plain_words(where: str) -> Iterator[None]:
         raise _refused(where, error) from error
     except (NoCredentialsError, PartialCredentialsError) as error:
         hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the server a role"
-        raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True) from error
+        raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True, curable=True) from error
     except NO_ANSWER as error:
         raise _unanswered(where, error) from error
     except (CredentialRetrievalError, MetadataRetrievalError) as error:
@@ -328,8 +333,9 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if hint == _REGION_HINT and region:
         hint = f"{hint} to {region}"
-    final = bool(hint) or not passing
-    return OffsiteError(f"{where}: the store answered {status} {code}: {said}", hint=hint, final=final)
+    final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
+    what = f"{where}: the store answered {status} {code}: {said}"
+    return OffsiteError(what, hint=hint, final=final, curable=curable)
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:
