@@ -107,7 +107,7 @@ def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, t
         pytest.param((403, "QuotaExceeded"), "the store is full", True, id="full"),
     ],
 )
-def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory, answer, cure, curable, first):  # noqa: PLR0913, PLR0917
+def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory, answer, cure, curable, first):  # noqa: PLR0917
     """
     No trying again: a human must do something, and is told what, even where the answer to a HEAD has no words.
     Where it is no part of job.yaml that is wrong, the end of a run waits for that.
