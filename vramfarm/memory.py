@@ -2,8 +2,9 @@
 Staging memory: one memory file per rank, which outlives it because the saver has it mapped.
 
 Standard library only. The rule: the trainer never pays for a page. The rank makes an empty file and
-maps it; the saver fills in the pages. Memory that is not there is refused before it is taken, since
-the kernel's own answer is to kill the training.
+maps it; the saver fills in the pages, huge ones where the kernel has them: a disk is then told of few long
+pieces of memory, and neither page tables nor a direct write cost anything to speak of. Memory that is not there
+is refused before it is taken, since the kernel's own answer is to kill the training.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ WINDOW_BYTES: Final = PIECE_BYTES  # of an image that is staged by and by
 _HUGE_BYTES: Final = 2 << 20
 _SHARE: Final = 0.8  # of the memory that is left, for staging
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in Python's mmap
+_COLLAPSE: Final = 25  # MADV_COLLAPSE, Linux 6.1: huge pages for memory files, too, whatever is set for those
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000  # address space alone; what lies in it is accounted for by itself
 _CGROUPS: Final = (  # version 2 and 1: the line of /proc/self/cgroup, where the groups are, limit, usage, and caches in memory.stat
     ("", "/sys/fs/cgroup", "memory.max", "memory.current", ("file", "shmem")),
     (
@@ -34,6 +38,8 @@ _CGROUPS: Final = (  # version 2 and 1: the line of /proc/self/cgroup, where the
     ),
 )
 _libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 
 
 class StagingMemory:
@@ -44,7 +50,7 @@ class StagingMemory:
         self.fd = os.memfd_create("vramfarm-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, size)
-            self.memory = memoryview(mmap.mmap(self.fd, size))
+            self.memory = _map(self.fd, size)
         except BaseException:
             os.close(self.fd)
             raise
@@ -73,21 +79,37 @@ def huge(size: int) -> memoryview:
     """
     Private memory, of huge pages where the system has them, and aligned so that they fit.
 
-    A disk that is told of few long pieces of memory has been up to three times as fast; memory files have small pages nearly everywhere.
+    A disk that is told of few long pieces of memory has been up to three times as fast.
     """
-    memory = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
+    view = _room(size)
+    _advise(address_of(view), size, mmap.MADV_HUGEPAGE)
+    return view
+
+
+def _room(size: int) -> memoryview:
+    """Address space that begins where a huge page may."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    view = memoryview(mmap.mmap(-1, size + _HUGE_BYTES, flags=flags))
     begin = -address_of(view) % _HUGE_BYTES
     return view[begin : begin + size]
+
+
+def _map(fd: int, size: int) -> memoryview:
+    """Map a file over address space where its huge pages fit; both go with the last view."""
+    if os.fstat(fd).st_size < size:
+        raise ValueError("the file is shorter than what is to be mapped")  # it would be a SIGBUS later
+    view = _room(size)
+    found = _libc.mmap(address_of(view), size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    if found != address_of(view):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return view
 
 
 def map_arena(pid: int, fd: int, size: int) -> memoryview:
     """Map a rank's staging memory; it stays when the rank is gone."""
     mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return memoryview(mmap.mmap(mine, size))
+        return _map(mine, size)
     finally:
         os.close(mine)
 
@@ -95,8 +117,7 @@ def map_arena(pid: int, fd: int, size: int) -> memoryview:
 def populate_arena(pid: int, fd: int, size: int) -> memoryview:
     """Map a rank's empty staging memory and give it all its pages."""
     memory = map_arena(pid, fd, size)
-    with contextlib.suppress(OSError):
-        memory.obj.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined]  # where the kernel allows it for memory files
+    _take_huge_pages(memory)
     if not all(populate(memory)):
         mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -106,25 +127,41 @@ def populate_arena(pid: int, fd: int, size: int) -> memoryview:
     return memory
 
 
+def _take_huge_pages(memory: memoryview) -> None:
+    """As many as the kernel has: it makes one of what is there, so each begins with a small one."""
+    begin = address_of(memory)
+    end = begin + len(memory) // _HUGE_BYTES * _HUGE_BYTES
+    for piece in range(begin, end, PIECE_BYTES):
+        length = min(PIECE_BYTES, end - piece)
+        for page in range(piece, piece + length, _HUGE_BYTES):
+            if _advise(page, mmap.PAGESIZE, _POPULATE_WRITE):
+                return
+        if _advise(piece, length, _COLLAPSE) not in {0, errno.EAGAIN}:
+            return
+
+
 def populate(memory: memoryview) -> Iterator[bool]:
     """Fault a mapping in, piece by piece, without the interpreter's lock. Yields False where the kernel cannot."""
     address = address_of(memory)
     for start in range(0, len(memory), PIECE_BYTES):
-        length = min(PIECE_BYTES, len(memory) - start)
-        if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
-            yield True
-            continue
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:
+        code = _advise(address + start, min(PIECE_BYTES, len(memory) - start), _POPULATE_WRITE)
+        if code not in {0, errno.EINVAL}:
             raise OSError(code, os.strerror(code))
-        yield False
-        return
+        yield code == 0
+        if code:
+            return
 
 
 def populate_slowly(memory: memoryview) -> None:
     """The same beside a training that goes on: for the rank's own mapping, whose pages exist already."""
     for _ in populate(memory):
         time.sleep(0.002)
+
+
+def _advise(address: int, size: int, advice: int) -> int:
+    """Return what is wrong with it, 0 if nothing is."""
+    done = _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+    return ctypes.get_errno() if done else 0
 
 
 def address_of(memory: memoryview) -> int:
