@@ -53,6 +53,7 @@ class FaultProxy:
         self._up = _Line()
         self.faults: list[Fault] = []
         self.operations: list[str] = []  # all that came
+        self.hosts: set[str] = set()  # what they were addressed to; `http_proxy` brings any name here
         self.without_headers: tuple[str, ...] = ()  # what the answers are robbed of: x-amz-checksum-…
         self.refused_headers: tuple[str, ...] = ()  # requests with one are answered 501 NotImplemented
         self.ignored_headers: tuple[str, ...] = ()  # puts with one succeed, whatever the header asked for
@@ -133,6 +134,7 @@ class FaultProxy:
         if head is None:
             writer.close()
             return False
+        self.hosts.add(head.fields.get(b"host", b"").decode())
         fault = self._take(head.operation)
         if fault.hang_s:
             await asyncio.sleep(fault.hang_s)

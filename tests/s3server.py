@@ -21,6 +21,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 BUCKET = "runs"
+DOMAIN = "s3.test"  # the bucket may be named before it: only by way of a proxy, since nobody resolves it
 ACCESS_KEY, SECRET_KEY = "test-access", "test-secret"
 _GRPC_DISTANCE = 10_000  # each port has a second one, so far above it
 _READY_WITHIN_S = 180
@@ -76,7 +77,12 @@ class S3Server:
             *(weed, "-logtostderr=true", "mini", f"-dir={self._folder / 'objects'}"),
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false"),
             *("-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
-            *("-s3.autoCreateBucket=false", "-volume.max=200", "-master.volumeSizeLimitMB=256"),
+            *(
+                f"-s3.domainName={DOMAIN}",
+                "-s3.autoCreateBucket=false",
+                "-volume.max=200",
+                "-master.volumeSizeLimitMB=256",
+            ),
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
         ]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.cli.output import Bar, out, out_json, table, writing
-from runner.cli.runs import find_in_store, find_run
+from runner.cli.runs import expect_in_store, find_in_store, find_run
 from runner.cli.status import read_status
-from runner.cli.stores import StoredRun, open_run
+from runner.cli.stores import Address, StoredRun, open_run
 from runner.errors import JobError, RunnerError, StoreError
 from runner.facts import Checkpoint
 from runner.job import parse_size
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="as JSON")
     restore = actions.add_parser("restore", help="bring one here from the store, verified")
     restore.add_argument(
-        "address", metavar="URL", help="s3:// or file:// of one checkpoint, or of a run: then its newest"
+        "which", metavar="URL", help="s3:// or file:// of one checkpoint, or of a run or its job.yaml: then its newest"
     )
     restore.add_argument("folder", metavar="FOLDER", help="where it goes; the checkpoint's own folder is made in it")
     restore.add_argument("--json", action="store_true", help="as JSON")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         case "verify":
             return _verify(args.run, as_json=args.json)
         case "restore":
-            return _restore(args.address, Path(args.folder), as_json=args.json)
+            return _restore(args.which, Path(args.folder), as_json=args.json)
         case _:
             return _export(args)
 
@@ -124,7 +124,7 @@ def _damaged(directory: CheckpointDir) -> list[str]:
     return [*(problem.partition(": ")[0] for problem in directory.problems()), *directory.look().damaged]
 
 
-def _rows_of_store(address: str) -> list[dict[str, Any]]:
+def _rows_of_store(address: Address) -> list[dict[str, Any]]:
     """What is whole by the store's own listing; its bytes were not compared."""
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
@@ -137,7 +137,7 @@ def _rows_of_store(address: str) -> list[dict[str, Any]]:
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
 
 
-def _expect_run(address: str, run: StoredRun, survey: Survey) -> None:
+def _expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
     """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
     if not survey.checkpoints and not survey.unusable:
         marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
@@ -215,7 +215,7 @@ def _differences_here(which: str | None) -> Differences:
     return found, list(directory.problems())
 
 
-def _differences_in_store(address: str) -> Differences:
+def _differences_in_store(address: Address) -> Differences:
     """By size and checksum as the store reports them; where it confirms none, every byte is read back."""
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
@@ -245,10 +245,11 @@ def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
 # --------------------------------------------------------------------------------- restore
 
 
-def _restore(address: str, folder: Path, *, as_json: bool) -> int:
+def _restore(which: str, folder: Path, *, as_json: bool) -> int:
     """Exit 0 only if every byte that was brought is what the manifest says."""
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
+    address = expect_in_store(which, os.environ)
     run = open_run(address)
     checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
     with writing("FOLDER", str(folder)):
@@ -263,7 +264,7 @@ def _restore(address: str, folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _choose(address: str, name: str, survey: Survey) -> Checkpoint:
+def _choose(address: Address, name: str, survey: Survey) -> Checkpoint:
     """The one that the address names, or the newest."""
     found = [c for c in survey.checkpoints if name in {"", c.ref.name}]
     if not found:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from runner.cli.output import out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
-from runner.cli.stores import open_run
+from runner.cli.stores import Address, open_run
 from runner.errors import StoreError
 from runner.storage import journal
 
@@ -49,7 +49,7 @@ def _tell(path: Path, told: int, *, as_json: bool) -> int:
     return len(events)
 
 
-def _from_the_store(args: argparse.Namespace, address: str) -> int:
+def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     """Machine after machine, in the order of their coming: their clocks are not compared."""
     refuse_follow(args)
     run = open_run(address)

@@ -14,7 +14,7 @@ from typing import Final
 
 from runner.cli.output import out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
-from runner.cli.stores import open_run
+from runner.cli.stores import Address, open_run
 from runner.cli.streams import speaking
 from runner.errors import JobError
 from runner.supervise.logs import Follower, Line, find_streams, tail
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_the_store(args: argparse.Namespace, address: str) -> int:
+def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     """The ends of the logs, as the runner copied them last."""
     refuse_follow(args)
     run = open_run(address)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from runner.cli.load import load_job
-from runner.cli.stores import is_address
+from runner.cli.stores import Address, address_of, is_address
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 from runner.job import Job
@@ -53,15 +53,26 @@ def find_run(which: str | None, env: Mapping[str, str]) -> Path:
     return next((folder for folder in candidates if is_run(folder)), None) or _missing(which, workspace)
 
 
-def find_in_store(which: str | None, env: Mapping[str, str]) -> str | None:
+def find_in_store(which: str | None, env: Mapping[str, str]) -> Address | None:
     """Address of a run that is named by it, or by a job.yaml whose run is not on this machine."""
-    if which is None or is_address(which):
-        return which
-    if not Path(which).is_file():
+    if which is None or not (is_address(which) or Path(which).is_file()):
         return None
+    if is_address(which):
+        return Address(which)
     job = load_job(which, env).job
-    is_reachable = job.offload.to and job.offload.endpoint in {None, env.get("AWS_ENDPOINT_URL")}
-    return f"{job.offload.to}/{job.name}" if is_reachable and not is_run(Path(job.run_dir)) else None
+    return address_of(job) if job.offload.to and not is_run(Path(job.run_dir)) else None
+
+
+def expect_in_store(which: str, env: Mapping[str, str]) -> Address:
+    """The same, wherever its run folder is."""
+    if is_address(which):
+        return Address(which)
+    if not Path(which).is_file():
+        raise JobError(f"{which}: expected s3:// or file:// of a run or a checkpoint, or a job.yaml")
+    job = load_job(which, env).job
+    if job.offload.to is None:
+        raise JobError(f"{which}: expected a job with a store (offload.to), found none")
+    return address_of(job)
 
 
 def is_run(folder: Path) -> bool:

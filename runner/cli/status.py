@@ -13,7 +13,7 @@ from typing import Any, Final
 from runner.cli.output import out, out_json
 from runner.cli.refusal import REFUSAL, newest_word
 from runner.cli.runs import STATUS, add_run, find_in_store, find_run, is_alive
-from runner.cli.stores import read_small
+from runner.cli.stores import Address, read_small
 from runner.errors import JobError, StoreError
 from runner.facts import LeaseState, Verdict
 from runner.supervise.process import find
@@ -56,7 +56,7 @@ def read_status(which: str | None) -> tuple[Status, bool | None]:
     return newest_word(status, told), is_alive(run_dir)
 
 
-def _look_into_store(address: str) -> Status:
+def _look_into_store(address: Address) -> Status:
     """A run whose only start was refused has no status yet."""
     try:
         refusal = _parse(f"{address}/{REFUSAL}", read_small(address, REFUSAL))
@@ -65,7 +65,7 @@ def _look_into_store(address: str) -> Status:
     try:
         status = _parse(f"{address}/{STATUS}", read_small(address, STATUS))
     except StoreError:
-        status = {"job": address.rpartition("/")[2]}
+        status = {"job": address.text.rpartition("/")[2]}
     return newest_word(status, refusal)
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from runner.adapters.secrets import with_store_keys
 from runner.errors import JobError, StoreError
-from runner.job import OffloadPolicy, split_address
+from runner.job import Job, OffloadPolicy, split_address
 
 if TYPE_CHECKING:
     from runner.storage.offsite import Abilities, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """
+    `STORE/JOB`, or `STORE/JOB/checkpoints/step-…`, and how that store is reached: as a job.yaml says, else as
+    the environment and the AWS configuration files do, for whatever it leaves open.
+    """
+
+    text: str
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,41 +41,34 @@ def is_address(text: str) -> bool:
     return text.startswith(("s3://", "file://"))
 
 
-def open_run(address: str, abilities: Abilities | None = None) -> StoredRun:
-    """
-    Open `STORE/JOB`, or `STORE/JOB/checkpoints/step-…`; nothing is asked of the store yet. `abilities`: of the
-    store, where they are known.
+def address_of(job: Job) -> Address:
+    """Where a job's run is in its store; it has one."""
+    return Address(f"{job.offload.to}/{job.name}", job.offload)
 
-    Credentials, and the server if it is not AWS, come from the environment: AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL.
-    """
-    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
 
+def open_run(address: Address, abilities: Abilities | None = None) -> StoredRun:
+    """Nothing is asked of the store yet. `abilities`: of the store, where they are known."""
     try:
-        where, job, checkpoint = split_address(address)
+        where, job, checkpoint = split_address(address.text)
     except ValueError:
         raise JobError(
             f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME"
         ) from None
-    offload = OffloadPolicy(to=where, endpoint=os.environ.get("AWS_ENDPOINT_URL"))
-    return StoredRun(store=open_store(offload, os.environ, abilities), job=job, checkpoint=checkpoint)
+    return StoredRun(store=_open(where, address.offload, abilities), job=job, checkpoint=checkpoint)
 
 
 def read_object(address: str, limit_bytes: int) -> bytes:
     """One object, by its whole address: s3://bucket/path/job.yaml."""
-    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
-
     folder, _, name = address.rpartition("/")
     if folder in {"s3:/", "s3:", "file:/"} or not name:
         raise JobError(f"{address}: expected s3://bucket/path/job.yaml")
-    offload = OffloadPolicy(to=folder, endpoint=os.environ.get("AWS_ENDPOINT_URL"))
-    found = open_store(offload, os.environ).get(name, limit_bytes=limit_bytes)
+    found = _open(folder, OffloadPolicy()).get(name, limit_bytes=limit_bytes)
     if found is None:
         raise JobError(f"{address}: expected an object, found none")
     return found
 
 
-def read_small(address: str, name: str) -> bytes:
+def read_small(address: Address, name: str) -> bytes:
     """A small file of the run."""
     run = open_run(address)
     found = run.store.get(f"{run.job}/{name}")
@@ -70,3 +78,9 @@ def read_small(address: str, name: str) -> bytes:
             hint="the runner writes it with its first copy; is the name of the run right?",
         )
     return found
+
+
+def _open(where: str, offload: OffloadPolicy, abilities: Abilities | None = None) -> Store:
+    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
+
+    return open_store(offload.model_copy(update={"to": where}), with_store_keys(os.environ), abilities)

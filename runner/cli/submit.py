@@ -35,7 +35,7 @@ from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import REFUSAL, digest
 from runner.cli.script import check_script
-from runner.cli.stores import open_run
+from runner.cli.stores import address_of, open_run
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
@@ -202,7 +202,7 @@ def _alone(name: str) -> Iterator[Record]:
 class _Submission:
     def __init__(self, loaded: LoadedJob, env: Mapping[str, str], record: Record, args: argparse.Namespace) -> None:
         self._loaded, self._job, self._env, self._record, self._args = loaded, loaded.job, env, record, args
-        self._run = open_run(f"{self._job.offload.to}/{self._job.name}")
+        self._run = open_run(address_of(self._job))
         self._send = make_send(10.0)
         self._label = label_of(self._job.name)
         self._rented_now: set[str] = set()

@@ -13,13 +13,14 @@ from zlib import crc32
 import pytest
 
 from runner.job import OffloadPolicy
+from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file, is_sum_of_parts
 from runner.storage.disk import Disk
 from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_store, transfer
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
-from tests.s3server import BUCKET
+from tests.s3server import BUCKET, DOMAIN
 from tests.storage.examples import commit, fill
 from tests.storage.late import LateStore
 from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
@@ -156,6 +157,57 @@ def test_where_the_bucket_is_named(addressing, endpoint, address):
     url = store._client.generate_presigned_url("get_object", Params=store._named("key"))
 
     assert address == url.partition("?")[0]
+
+
+_CONFIG = """
+[profile farm]
+region = eu-farm-1
+services = farm
+s3 =
+  addressing_style = virtual
+
+[services farm]
+s3 =
+  endpoint_url = {endpoint}
+"""
+_JOB = """
+name: job
+command: train.py
+offload: {{to: "{to}", endpoint: "{endpoint}", region: eu-farm-1, addressing: virtual}}
+"""
+
+
+@pytest.fixture(params=["job.yaml", "profile"])
+def told(request, tmp_path, proxy, s3server, s3_offload):
+    """(RUN for a command, its environment, what it must address): a server that has the bucket in its host's name."""
+    host = f"{DOMAIN}:{s3server.endpoint.rpartition(':')[2]}"
+    env = {**s3server.env, "http_proxy": proxy.endpoint}
+    if request.param == "profile":
+        (tmp_path / "config").write_text(_CONFIG.format(endpoint=f"http://{host}"))
+        env |= {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_PROFILE": "farm"}
+        return f"{s3_offload.to}/job", env, f"{BUCKET}.{host}"
+    (tmp_path / "job.yaml").write_text(_JOB.format(to=s3_offload.to, endpoint=f"http://{host}"))
+    return "job.yaml", env, f"{BUCKET}.{host}"
+
+
+def test_commands_reach_a_store_as_job_yaml_or_the_aws_configuration_says(  # noqa: PLR0917
+    told, cli, proxy, s3_offload, s3server, directory, tmp_path
+):
+    """
+    From any machine, with the bucket in the host's name, and nothing in the environment but the key.
+    """
+    which, env, host = told
+    ref = commit(directory).ref
+    transfer.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
+
+    listed = cli("checkpoints", "ls", which, "--json", **env)
+    verified = cli("checkpoints", "verify", which, "--json", **env)
+    restored = cli("checkpoints", "restore", which, "there", "--json", **env)
+
+    assert [ref.step] == [row["step"] for row in json.loads(listed.stdout)], listed.stderr
+    assert {ref.name: []} == json.loads(verified.stdout)["checkpoints"], verified.stderr
+    assert contents(directory, ref) == contents(CheckpointDir(tmp_path / "there", Disk()), ref), restored.stderr
+    assert {host} == proxy.hosts
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
 from urllib.parse import urlsplit
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -102,14 +104,17 @@ def connect(
     A client with time limits and bounded retries.
 
     Credentials come from `env`, else from where boto3 looks; those of an instance role or of STS are
-    renewed by botocore while the client lives.
+    renewed by botocore while the client lives. What `offload` leaves open is as `env` says, else as the
+    profile of the AWS configuration files does.
     """
-    endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    profile = _profile()
+    endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or profile.endpoint
+    region = offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or profile.region
     session = boto3.session.Session(
         aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
         aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
         aws_session_token=env.get("AWS_SESSION_TOKEN"),
-        region_name=offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1",
+        region_name=region or "us-east-1",
     )
     config = Config(
         connect_timeout=timeouts_s[0],
@@ -118,14 +123,14 @@ def connect(
         max_pool_connections=num_connections,
         tcp_keepalive=True,
         s3={
-            "addressing_style": _addressing(offload, endpoint),
+            "addressing_style": _addressing(offload, endpoint, profile),
             "payload_signing_enabled": False,  # each body has a digest among the headers, which are signed
         },
         request_checksum_calculation="when_required",  # we send our own
         response_checksum_validation="when_required",
     )
     try:
-        client = session.client("s3", endpoint_url=endpoint, config=config, verify=_own_ca(env))
+        client = session.client("s3", endpoint_url=endpoint or None, config=config, verify=_own_ca(env, profile))
     except ValueError as error:
         raise OffsiteError(f"offload.endpoint: {error}", hint="expected https://host", final=True) from error
     client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
@@ -141,15 +146,43 @@ def _damaged_on_its_way(response: Any, attempts: int, request_dict: Any, **_: An
     return 0.2 * attempts
 
 
-def _addressing(offload: OffloadPolicy, endpoint: str | None) -> Literal["auto", "path", "virtual"]:
+Addressing = Literal["auto", "path", "virtual"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Profile:
+    """What the AWS configuration files say of the store, in the profile that counts. Empty: nothing."""
+
+    endpoint: str
+    region: str
+    addressing: str
+    ca_bundle: str
+
+
+def _profile() -> _Profile:
+    session = botocore.session.get_session()
+    scoped = session.get_scoped_config()
+    own = session.full_config.get("services", {}).get(scoped.get("services"), {}).get("s3", {})
+    s3 = scoped.get("s3", {})
+    return _Profile(
+        endpoint=own.get("endpoint_url") or scoped.get("endpoint_url", ""),
+        region=scoped.get("region", ""),
+        addressing=s3.get("addressing_style", "") if isinstance(s3, dict) else "",
+        ca_bundle=scoped.get("ca_bundle", ""),
+    )
+
+
+def _addressing(offload: OffloadPolicy, endpoint: str, profile: _Profile) -> Addressing:
     """Every server but AWS understands the bucket in the path; AWS wants it in the host's name."""
     if offload.addressing != "auto":
         return offload.addressing
+    if profile.addressing in {"path", "virtual"}:
+        return cast("Addressing", profile.addressing)
     return "path" if endpoint else "auto"
 
 
-def _own_ca(env: Mapping[str, str]) -> str | None:
-    bundle = env.get("AWS_CA_BUNDLE") or None
+def _own_ca(env: Mapping[str, str], profile: _Profile) -> str | None:
+    bundle = env.get("AWS_CA_BUNDLE") or profile.ca_bundle or None
     if bundle and not Path(bundle).is_file():
         raise OffsiteError(
             f"AWS_CA_BUNDLE: expected a file of certificates, found none at {bundle}",
