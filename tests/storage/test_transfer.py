@@ -105,6 +105,49 @@ def test_anothers_checkpoint_under_our_name_is_an_error(store, directory):
     assert theirs == store.get(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
 
 
+@pytest.mark.parametrize("spoilt", [b"", b"garbage", b"[" * 100_000, b'{"format": 9}'])
+def test_a_spoilt_manifest_in_the_store_is_replaced_by_ours(store, directory, spoilt):
+    """
+    Nobody can use it, and what lies here is good: nothing about this disk is called damaged.
+    """
+    manifest = uploaded(store, directory)
+    store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", spoilt)
+    before = transfer.survey(store, "job")
+
+    transfer.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert ((), 1) == (before.checkpoints, len(before.unusable))
+    assert manifest == transfer.verify(store, "job", manifest.ref)
+
+
+class _OnceSpoilt:
+    """A store in which another checkpoint's manifest is whole when it is looked for, and garbage when it is read again."""
+
+    def __init__(self, inner, key):
+        self._inner, self._key, self._reads = inner, key, 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get(self, key, **limits):
+        self._reads += key == self._key
+        return b"garbage" if key == self._key and self._reads > 1 else self._inner.get(key, **limits)
+
+
+def test_another_checkpoint_that_is_spoilt_there_does_not_keep_ours_here(store, directory):
+    """
+    It is only looked at to send less.
+    """
+    older = uploaded(store, directory, 400)
+    manifest = commit(directory, 500, shards={**SHARDS, FIRST: b"more" * 50})
+    spoilt = _OnceSpoilt(store, f"{FOLDER}/{older.ref.name}/{MANIFEST}")
+
+    transfer.upload(spoilt, "job", directory, manifest.ref, ignore)
+
+    assert spoilt._reads > 1
+    assert [400, 500] == steps(store)
+
+
 def test_a_checkpoint_that_is_damaged_here_does_not_go_there(store, directory):
     """
     A good copy of bad bytes would be trusted later.

@@ -243,9 +243,11 @@ class _Sender:
         """Contents of the whole checkpoints in the store, the newest last, by their manifests."""
         with self._lock:
             if self._there is None:
-                whole = survey(self._store, self._job).checkpoints[-_NUM_ORIGINS:]
-                manifests = [read_manifest(self._store, self._job, checkpoint.ref.name) for checkpoint in whole]
-                self._there = {_content(s): _key(self._job, m.ref, s) for m in manifests for s in m.shards}
+                self._there = {}
+                for checkpoint in survey(self._store, self._job).checkpoints[-_NUM_ORIGINS:]:
+                    with suppress(OffsiteError):  # gone or spoilt since: then less is copied, and more is sent
+                        whole = read_manifest(self._store, self._job, checkpoint.ref.name)
+                        self._there |= {_content(s): _key(self._job, whole.ref, s) for s in whole.shards}
             return self._there
 
 
@@ -285,9 +287,21 @@ def _not_found(store: Store, job: str, ref: Ref) -> OffsiteError | None:
 
 
 def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> None:
-    """The commit. A lost answer, or a copy that was restored and comes back, is no conflict."""
+    """
+    The commit. A lost answer, or a copy that was restored and comes back, is no conflict.
+
+    Nobody can use what is no manifest, so ours replaces it; another checkpoint's is another run's.
+    """
     key = f"{job}/checkpoints/{manifest.ref.name}/{MANIFEST}"
-    if not store.put_new(key, raw) and read_manifest(store, job, manifest.ref.name) != manifest:
+    if store.put_new(key, raw):
+        return
+    there = store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+    try:
+        found = parse_manifest(there or b"")
+    except ProtocolError:
+        store.put(key, raw)
+        return
+    if found != manifest:
         raise OffsiteError(
             f"{store.address}/{key}: expected no manifest or ours, got another one",
             hint="does another run use this name? give this job a name of its own",
