@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from vramfarm import protocol
 from vramfarm.protocol import Ended, Env, Phase, Reason
-from vramfarm.seat import SILENCE_S, SaverProcess, Seat, create_page, log_path, open_page
+from vramfarm.seat import DISK_S, SILENCE_S, SaverProcess, Seat, create_page, log_path, open_page
 
 
 def content(rank, step, num_bytes):
@@ -79,18 +79,27 @@ def parse_arguments():
     parser.add_argument(
         "--saver-silence", type=float, default=SILENCE_S, help="a saver that says nothing for so long is replaced"
     )
+    parser.add_argument(
+        "--disk-patience",
+        type=float,
+        default=DISK_S,
+        help="a save that waits so long for its disk is waited for no more",
+    )
+    parser.add_argument(
+        "--exit-patience", type=float, help="at its end it waits for so long, as at an interpreter's exit"
+    )
     parser.add_argument("--nan-at", type=int, default=0, help="the loss is not a number from this step on")
     parser.add_argument("--busy-at", type=int, default=0, help="compute something else for 8 s after this step")
     parser.add_argument("--fail-before-attach", action="store_true")
     return parser.parse_args()
 
 
-def take_seat(env, rank, world_size, silence_s):
+def take_seat(env, rank, world_size, silence_s, disk_s):
     page = open_page(env) or create_page(world_size)
     defaults = {Env.CHECKPOINT_DIR: str(Path("checkpoints").absolute()), Env.SAVE_INTERVAL_S: "1800"}
     env = defaults | env if Env.CONTROL in env else {Env.KEEP_LAST: "2"} | defaults | env
     saver = SaverProcess(page, env, log_path(env), silence_s=silence_s) if rank == 0 else None
-    return Seat(page, rank, saver)
+    return Seat(page, rank, saver, disk_s=disk_s)
 
 
 def resumed_step(env):
@@ -110,7 +119,7 @@ class Trainer:
         self.rank = int(env.get("LOCAL_RANK", env.get("RANK", "0")))
         self.world_size = int(env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")))
         self.crashes = int(env.get(Env.ATTEMPT, "1")) <= arguments.crash_attempts
-        self.seat = take_seat(env, self.rank, self.world_size, arguments.saver_silence)
+        self.seat = take_seat(env, self.rank, self.world_size, arguments.saver_silence, arguments.disk_patience)
         self.seat.enter(Phase.LOADING)
         self.first = resumed_step(env)
 
@@ -142,7 +151,9 @@ class Trainer:
                 print(f"rank {self.rank}: left at step {step}", flush=True)
                 return 0
             self.misbehave(step)
-        ended = self.seat.finish(self.stage)
+        ended = self.seat.finish(self.stage, timeout_s=self.arguments.exit_patience)
+        if ended is Ended.NO:
+            print(f"rank {self.rank}: {self.seat.why_no_end()}", file=sys.stderr, flush=True)
         print(f"rank {self.rank}: {ended.name.lower()} at step {self.arguments.steps}", flush=True)
         return 0 if ended is Ended.DONE else 1
 

@@ -88,6 +88,15 @@ def is_agreed(step: int, ranks: Sequence[Rank]) -> bool:
     return all(rank.step < step for rank in ranks)
 
 
+def missing_at_the_end(ranks: Sequence[Rank]) -> int | None:
+    """Return which rank those that are done wait for: one that is dead before one that is late; None if there is none."""
+    if not any(rank.phase is Phase.DONE for rank in ranks):
+        return None
+    dead = (number for number, rank in enumerate(ranks) if rank.attached and not rank.alive)
+    late = (number for number, rank in enumerate(ranks) if rank.phase is not Phase.DONE)
+    return next(dead, next(late, None))
+
+
 def decide_fate(step: int, ranks: Sequence[Rank], *, final: bool) -> Fate:
     """What becomes of the save at `step`. In a final save ranks stage while they are DONE."""
     waited_for = [rank for rank in ranks if not rank.is_ready(step)]

@@ -12,6 +12,7 @@ constructor no rank waits for another; a step without a save costs a few stores.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -25,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import alike, copies, data, memory, resuming, run, state
+from vramfarm import alike, copies, data, memory, resuming, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, World
 from vramfarm.frozen import LEAST_BYTES
@@ -53,7 +54,8 @@ class Checkpointer:
     the ranks that see different data; with tensor parallelism these are not all ranks.
     `staging` is "full", memory for a copy of the state, "chunked", a little memory and a training that waits
     while it is written, or "auto", full where there is enough. `hide_copies=False` is for scripts that change weights by other means than optimizer.step() between two
-    steps: a save then costs the time of one copy from the device.
+    steps: a save then costs the time of one copy from the device. `allow_pickle=True` is for modules and objects that unpickle what they
+    are given back (FP8 layers of Transformer Engine do), where nobody else can write to the checkpoints.
     """
 
     def __init__(  # noqa: PLR0913  # the API: every keyword is one thing to say
@@ -70,6 +72,7 @@ class Checkpointer:
         data_parallel: tuple[int, int] | None = None,
         hide_copies: bool = True,
         staging: str = "auto",
+        allow_pickle: bool = False,
         **objects: Any,  # noqa: ANN401  # duck-typed: state_dict and load_state_dict
     ) -> None:
         self._model = model
@@ -77,6 +80,7 @@ class Checkpointer:
         self._objects = {name: thing for name, thing in objects.items() if thing is not None}
         self._loader = loader
         self._seed = seed
+        self._allow_pickle = allow_pickle
         self._check()
         self._world = run.current_world()
         self._data_world = World(*data_parallel) if data_parallel else self._world
@@ -187,7 +191,7 @@ class Checkpointer:
         self._count_open_step()
         ended = self._seat.finish(self._stage)
         if ended in {Ended.NO, Ended.FAILED}:
-            why = self._seat.page.error() if ended is Ended.FAILED else "the saver is gone; see saver.log"
+            why = self._seat.page.error() if ended is Ended.FAILED else self._seat.why_no_end()
             raise RuntimeError(f"the final state could not be saved: {why}")
         self._finished = True
         self._let_go()
@@ -298,6 +302,7 @@ class Checkpointer:
         ):
             return
         if self._warm_up is None:
+            self._refuse_pickles()
             taken = self._take()
             tensors = [*taken.layout.tensors(), *taken.moving.values()]
             device = next((one.device for one in tensors if one.device.type == "cuda"), None)
@@ -435,6 +440,17 @@ class Checkpointer:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
         return snapshot
 
+    def _refuse_pickles(self) -> None:
+        """At the start, and after the first step, when all is there that is made late: not when it is to be loaded."""
+        if self._allow_pickle:
+            return
+        for name, model in self._models().items():
+            for key, value in state.extra_state(model):
+                unpickling.refuse(f"{name}.{key}", value)
+        for name, thing in self._objects.items():
+            if not isinstance(thing, nn.Module):
+                unpickling.refuse(name, thing.state_dict())
+
     def _look_again(self) -> Still:
         """Return what stays where it is: as known, or walked anew."""
         known, restless = self._known, self._copier.restless
@@ -477,6 +493,7 @@ class Checkpointer:
         choice = resuming.go_on(choose, self._load, self._world, self._say, tries_older=alone)
         if choice.resume is None:
             self._collect()  # refuse now what cannot be saved; there is no optimizer state yet, and none is made
+            self._refuse_pickles()
         self._start_saver(env, choice)
         if choice.resume is None:
             self._say("starting at step 0" + (" (resume: never)" if resume == "never" and not supervised else ""))
@@ -494,12 +511,13 @@ class Checkpointer:
 
     def _training(self) -> Training:
         objects = {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
-        return Training(self._models(), self._optimizers, objects, self._seed, self._world)
+        return Training(self._models(), self._optimizers, objects, self._seed, self._world, self._allow_pickle)
 
     def _take_feed(self, loader: Iterable[Any]) -> Feed:
         """One feed for a loader: it may hold workers."""
         if self._feed is None or self._feed[0] is not loader:
-            self._feed = (loader, data.feed(loader, self._data_world, self._seed, self._saved))
+            with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
+                self._feed = (loader, data.feed(loader, self._data_world, self._seed, self._saved))
             self._saved = None
             if self._data_world.size > 1 and not isinstance(self._feed[1], data.GlobalFeed):
                 self._alike = alike.Watch(self._seat)

@@ -60,6 +60,7 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
+LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
 FILES: Final = "files"  # in a rank's JSON: the sizes of its files, where it has several
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")

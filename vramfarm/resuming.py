@@ -7,6 +7,7 @@ touched before all of it was verified.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfarm import folder, run, state
+from vramfarm import folder, run, state, unpickling
 from vramfarm.data import Position, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.run import Choice, ResumeError
@@ -35,6 +36,7 @@ class Training:
     objects: Mapping[str, Any]
     seed: int
     world: World
+    allow_pickle: bool = False
 
     def names(self) -> set[str]:
         return {*self.models, *dict(self.optimizers), *self.objects}
@@ -116,32 +118,35 @@ def load(reader: Reader, training: Training) -> Restored:
     rest = list(_plan(reader, training, ranks, report))
     own = _plan_own(reader, training.world, ranks)
     reader.flush()
-    for then in rest:
-        then()
+    for name, then in rest:
+        with contextlib.nullcontext() if training.allow_pickle else unpickling.forbidden(name):
+            then()
     step = shared["step"]
     _apply_rng(own, training, step, len(ranks), report)
     position = Position.parse(shared["position"])
     return Restored(step, position, shared["data_ranks"], own.get("rng"), own.get("loader"), report)
 
 
-def _plan(reader: Reader, training: Training, ranks: dict[str, Any], report: Report) -> Iterator[state.Then]:
-    """Ask for what all ranks share. Yield what is left to do with it."""
+def _plan(
+    reader: Reader, training: Training, ranks: dict[str, Any], report: Report
+) -> Iterator[tuple[str, state.Then]]:
+    """Ask for what all ranks share. Yield whose it is, and what is left to do with it."""
     shared, models = ranks["0"]["shared"], training.models
     for name, module in models.items():
         if report.is_there(name, shared["models"]):
             count, then = state.plan_module(reader, name, module, shared["models"][name])
-            yield then
+            yield name, then
             report.restored(f"{name} ({count} tensors)")
     for name, optimizer in training.optimizers:
         if report.is_there(name, shared["optimizers"]):
             saved = shared["optimizers"][name]
             others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
             whole = saved | {"state": state.merge_states(saved["state"], others)}
-            yield state.plan_optimizer(reader, optimizer, list(models.values()), whole)
+            yield name, state.plan_optimizer(reader, optimizer, list(models.values()), whole)
             report.restored(name)
     for name, thing in training.objects.items():
         if report.is_there(name, shared["objects"]):
-            yield state.plan_object(reader, thing, shared["objects"][name])
+            yield name, state.plan_object(reader, thing, shared["objects"][name])
             report.restored(name)
     saved_names = {n for kind in ("models", "optimizers", "objects") for n in shared[kind]}
     for name in sorted(saved_names - training.names()):

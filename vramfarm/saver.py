@@ -32,7 +32,8 @@ FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving i
 RETRY_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 60.0
 FINAL_TRIES: Final = 3
-LATE_S: Final = 120.0  # from the first rank that staged a save to a word on the one that did not
+LATE_S: Final = 120.0  # from the first rank that staged a save, or was done, to a word on the one that did not
+LAUNCHER_S: Final = 5.0  # to end the others when a rank is dead, before we do
 LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
 _BUSY_S: Final = 0.005
@@ -51,6 +52,16 @@ class Save:
     is_late: bool = False  # and that was said
 
 
+@dataclass
+class Wait:
+    """Of ranks that are done, for one that is not, or that is dead."""
+
+    rank: int
+    alive: bool
+    began: float = field(default_factory=time.monotonic)
+    is_told: bool = False
+
+
 class Saver:
     def __init__(self, orders: Orders, page: ControlPage) -> None:
         self._orders = orders
@@ -62,6 +73,7 @@ class Saver:
         self._ahead = agreement.AHEAD
         self._warm_by = 0.0  # a rank that prepares its staging memory is waited for until then
         self._final_failures = 0
+        self._wait: Wait | None = None
         pool = ThreadPoolExecutor(max_workers=page.num_ranks)
         self._disk = ThreadPoolExecutor(max_workers=1)
         self._arenas = Arenas(page, pool)
@@ -104,7 +116,7 @@ class Saver:
         if self._due_at is None and all(r.step > self._orders.resumed_step for r in ranks):
             self._due_at = now + min(self._orders.interval_s, FIRST_SAVE_S)
             self._warm_by = now + FIRST_SAVE_S
-        if now < self._not_before or self._page[Word.ENDED]:
+        if now < self._not_before or self._page[Word.ENDED] or self._is_hopeless(ranks):
             return
         requests = self._page[Word.REQUEST_SAVE]
         wishes = Wishes(
@@ -124,6 +136,40 @@ class Saver:
             self._fail(why)
         else:
             self._begin(reason, self._arenas.look(), requests)  # steps were made meanwhile
+
+    def _is_hopeless(self, ranks: Sequence[Rank]) -> bool:
+        """Ranks that are done are not kept by one that is dead, nor for ever by one that is late. A long wait is told, once."""
+        number = agreement.missing_at_the_end(ranks)
+        if number is None:
+            self._wait = None
+            return False
+        rank, wait = ranks[number], self._wait
+        if wait is None or (wait.rank, wait.alive) != (number, rank.alive):
+            wait = self._wait = Wait(number, rank.alive)
+        waited_s, who = time.monotonic() - wait.began, self._describe(number)
+        if not rank.alive and waited_s > LAUNCHER_S:
+            self._give_up_the_end(f"{who} ended before all were done")
+        elif waited_s > protocol.LAST_RANK_S:
+            self._give_up_the_end(
+                f"{who} has not come to its end for {waited_s:.0f} s, others have; it is at step {rank.step}"
+            )
+        elif waited_s > LATE_S and not wait.is_told:
+            wait.is_told = True
+            self._tell(f"others are done and wait for {who}, which is at step {rank.step}: since {waited_s:.0f} s")
+        return bool(self._page[Word.ENDED])
+
+    def _give_up_the_end(self, why: str) -> None:
+        self._fail(f"{why}: the final state cannot be saved; what was committed before stays")
+        self._page[Word.ENDED] = Ended.FAILED
+
+    def _describe(self, number: int) -> str:
+        pid = self._page.get(number, Slot.PID)
+        doing = protocol.process_state(pid)
+        return f"rank {number}, process {pid}{doing and f', {doing}'}"
+
+    def _tell(self, text: str) -> None:
+        self._page.set_error(text)
+        say(text)
 
     def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
         """Propose, look again, agree. In a final save all ranks already wait, so there is nothing to propose."""
@@ -225,14 +271,10 @@ class Saver:
         if save.is_late or time.monotonic() - save.staged_at < LATE_S:
             return
         save.is_late = True
-        pid = self._page.get(late[0], Slot.PID)
-        doing = protocol.process_state(pid)
-        text = (
-            f"save of step {save.step} waits for rank {late[0]}, process {pid}{doing and f', {doing}'}, which is at step "
+        self._tell(
+            f"save of step {save.step} waits for {self._describe(late[0])}, which is at step "
             f"{ranks[late[0]].step} and has not staged it for {LATE_S:.0f} s; what was committed before stays"
         )
-        self._page.set_error(text)
-        say(text)
 
     def _rotate(self) -> None:
         """Without a supervisor nobody else does."""

@@ -2,12 +2,13 @@
 A rank's place on the control page: what it says there, and how it takes part in a save.
 
 Standard library and protocol only. The rule: nothing here waits for another rank, and every
-wait ends: with the saver's word, or when there is no saver for `PATIENCE_S`.
+wait ends: with the saver's word, when there is no saver for `PATIENCE_S`, or when its disk has long had the time of a slow one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -24,9 +26,14 @@ from vramfarm.memory import WINDOW_BYTES, StagingMemory
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
+DISK_S: Final = 600.0  # for a save that waits for its disk, and what a slow disk needs
+SLOWEST: Final = 5e6  # bytes a second, of such a disk
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
 Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
 _POLL_S: Final = 0.001
+_END_ROUNDS: Final = (
+    100  # things that may happen before the end comes; a saver that dies each time it is started is one
+)
 _SEE_OFF_S: Final = 10.0
 _TEND_NS: Final = 1_000_000_000
 SILENCE_S: Final = 30.0  # of a saver that lives; it beats a hundred times a second
@@ -135,10 +142,14 @@ class SaverProcess:
 class Seat:
     """One rank on the page. `saver` is given to local rank 0, which starts it."""
 
-    def __init__(self, page: ControlPage, rank: int, saver: SaverProcess | None = None) -> None:
+    def __init__(
+        self, page: ControlPage, rank: int, saver: SaverProcess | None = None, *, disk_s: float = DISK_S
+    ) -> None:
         self.page = page
         self.rank = rank
         self.saver = saver
+        self._disk_s = disk_s
+        self._until_ns: float = math.inf  # of any wait, once the process is on its way out
         self._arena: StagingMemory | None = None
         self._copying: threading.Thread | None = None
         self._take()
@@ -359,25 +370,59 @@ class Seat:
         """
         Say that training is done and wait until that is recorded; `stage(step)` is called when the saver wants the final state.
 
-        Ended.NO: there is no saver, or not all ranks came here in time. Not `recorded`: the state
-        is saved, and whether training was done is left to the exit code.
+        Ended.NO: not in time; `why_no_end` says why. Not `recorded`: the state is saved, and whether training
+        was done is left to the exit code.
         """
         if self.rank == 0:
             self.page[Word.UNRECORDED] = 0 if recorded else 1
         self._put(Slot.VOID_STEP, 0)
         self.enter(Phase.DONE)
-
-        def concluded() -> bool:
-            if self.page[Word.DECISION] != Decision.COMMITTED:
-                self._put(Slot.VOID_STEP, 0)
-            elif self.page[Word.REASON] == Reason.FINAL and not self.page[Word.ENDED]:
-                self._stage_once(self.page[Word.PROPOSED_STEP], stage)
-            return bool(self.page[Word.ENDED])
-
-        self._await(concluded, timeout_s)
+        if timeout_s is not None:
+            self._until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        for _ in range(_END_ROUNDS):
+            moved = partial(self._has_moved, self._end_so_far(), stage)
+            if not self._await(moved, self._end_patience_s()) or self.page[Word.ENDED]:
+                break
         if self.page[Word.ENDED] and self.saver is not None:
             self.saver.see_off()
         return Ended(self.page[Word.ENDED])
+
+    def _has_moved(self, before: tuple[int, ...], stage: Callable[[int], object]) -> bool:
+        """Whether the end is here, or has come nearer; stages the final state when the saver wants it."""
+        if self.page[Word.DECISION] != Decision.COMMITTED:
+            self._put(Slot.VOID_STEP, 0)
+        elif self.page[Word.REASON] == Reason.FINAL and not self.page[Word.ENDED]:
+            self._stage_once(self.page[Word.PROPOSED_STEP], stage)
+        return bool(self.page[Word.ENDED]) or self._end_so_far() != before
+
+    def _end_so_far(self) -> tuple[int, ...]:
+        """What changes while the end comes nearer: other ranks are done, a save is on its way, or has failed and is tried again."""
+        page = self.page
+        phases = (page.get(rank, Slot.PHASE) for rank in range(page.num_ranks))
+        return (page[Word.SAVING_STEP], page[Word.DECISION], page[Word.NUM_COMMITTED], page[Word.NUM_FAILED], *phases)
+
+    def _end_patience_s(self) -> float:
+        """Without a save on its way it is the saver that waits for a rank, and gives up sooner."""
+        waits_for_disk = self.page[Word.SAVING_STEP] != 0
+        return self._disk_patience_s() + (0 if waits_for_disk else protocol.LAST_RANK_S)
+
+    def _disk_patience_s(self) -> float:
+        """For one save: so long that only a disk which does not answer takes longer."""
+        ranks, get = range(self.page.num_ranks), self.page.get
+        size = sum(get(rank, Slot.IMAGE_BYTES) + get(rank, Slot.FROZEN_BYTES) for rank in ranks)
+        return self._disk_s + size / SLOWEST
+
+    def why_no_end(self) -> str:
+        """Why `finish` came back without an end."""
+        page = self.page
+        if time.monotonic_ns() - page[Word.SAVER_BEAT_NS] > PATIENCE_S * 1e9:
+            return "the saver is gone; see saver.log"
+        if step := page[Word.SAVING_STEP]:
+            return (
+                f"step {step} is not on the disk after {self._disk_patience_s():.0f} s: the disk, or the server behind it, does not answer; "
+                "the saver goes on without us, and commits it if it does"
+            )
+        return "not all ranks came to their end"
 
     def _stage_once(self, step: int, stage: Callable[[int], object]) -> None:
         done = self.is_copying() or (self._get(Slot.ARENA_STATE) == Arena.READY and self._get(Slot.ARENA_STEP) == step)
@@ -392,7 +437,7 @@ class Seat:
         return self._copying is not None and self._copying.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the state staged last is committed or given up; False after `timeout_s`, or without a saver."""
+        """Wait until the state staged last is committed or given up; False after `timeout_s`, without a saver, or where the disk does not answer."""
         return self._await(lambda: not self.is_pending(), timeout_s)
 
     # ------------------------------------------------------------------- waiting
@@ -453,11 +498,12 @@ class Seat:
 
     def _await(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> bool:
         started = time.monotonic_ns()
-        until = None if timeout_s is None else started + int(timeout_s * 1e9)
+        timeout_s = self._disk_patience_s() if timeout_s is None else timeout_s
+        until = min(self._until_ns, started + int(timeout_s * 1e9))
         while not is_true():
             now = time.monotonic_ns()
             beat = max(self.page[Word.SAVER_BEAT_NS], started)
-            if (until is not None and now > until) or now - beat > PATIENCE_S * 1e9:
+            if now > until or now - beat > PATIENCE_S * 1e9:
                 return False
             self._put(Slot.BEAT_NS, now)
             self.tend()

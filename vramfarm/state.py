@@ -188,6 +188,12 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ranges.items()
 
 
+def extra_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what modules keep that is no tensor of theirs (`get_extra_state`), under clean names."""
+    if any(_has_extra(one) for one in module.modules()):
+        yield from ((name, value) for name, value in named_state(module) if name.endswith(_EXTRA))
+
+
 def ranges_of(modules: Sequence[nn.Module]) -> dict[str, Range]:
     """Return what this rank has of the tensors in flat parameters, by clean names, of several modules the first's."""
     found: dict[str, Range] = {}

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 TAG: Final = "$"
+_NUMBERS: Final = "biufc"  # kinds of numpy types
 
 Leaf = Callable[[str, Any], Any]
 
@@ -60,7 +61,7 @@ def _encode_mapping(value: Any, path: str, leaf: Leaf) -> Any:  # noqa: ANN401  
 def _encode_numpy(value: Any, path: str, leaf: Leaf) -> Any:  # noqa: ANN401  # see encode
     if getattr(value, "shape", None) == () and not value.dtype.hasobject and value.dtype.kind in "biuf":
         return encode(value.item(), path, leaf)
-    if type(value).__name__ != "ndarray" or value.dtype.kind not in "biufc":
+    if type(value).__name__ != "ndarray" or value.dtype.kind not in _NUMBERS:
         return refuse(path, value)
     raw = base64.b64encode(value.tobytes()).decode()
     return _tagged("ndarray", [value.dtype.str, list(value.shape), raw])
@@ -88,6 +89,8 @@ def _decode_ndarray(inner: Any, _: Leaf) -> Any:  # noqa: ANN401  # see encode
     import numpy as np  # noqa: PLC0415  # only where an array was saved
 
     dtype, shape, raw = inner
+    if np.dtype(dtype).kind not in _NUMBERS:
+        raise StateError(f"the checkpoint holds an array of {dtype!r}; expected numbers")
     return np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
 
 

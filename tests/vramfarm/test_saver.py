@@ -15,8 +15,8 @@ import pytest
 
 from vramfarm import folder, memory, protocol
 from vramfarm.agreement import Rank
-from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
-from vramfarm.saver import LATE_S, Orders, Save, Saver
+from vramfarm.protocol import LAST_RANK_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.saver import LATE_S, Orders, Save, Saver, Wait
 from vramfarm.seat import SaverProcess, Seat
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
@@ -450,6 +450,57 @@ def test_the_end_is_not_waited_for_without_bound(tmp_path):
     assert Ended.NO == ended
     assert took_s < 20
     assert [] == folder.committed(tmp_path / "checkpoints")
+
+
+def test_ranks_that_are_done_do_not_wait_for_one_that_is_dead(tmp_path):
+    """
+    It never comes to its end, and no launcher need be there to end the others: they end with its name, and what was
+    committed before stays.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "200", "--step-time", "0.01")
+    until(lambda: attempt.page[Word.NUM_COMMITTED], 30)
+    os.kill(attempt.ranks[1].pid, signal.SIGSTOP)
+    until(lambda: attempt.page.get(0, Slot.PHASE) == Phase.DONE, 30)
+    before = attempt.steps()
+
+    attempt.ranks[1].kill()
+    codes = attempt.wait(60)
+
+    assert ([1, -signal.SIGKILL], False) == (codes, attempt.end_file.exists())
+    assert f"rank 1, process {attempt.ranks[1].pid} ended before all were done" in attempt.page.error()
+    assert before == attempt.steps()[-len(before) :]
+    assert [] == wrong(attempt.checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "words", "ended"),
+    [
+        (LATE_S - 20, "", Ended.NO),
+        (LATE_S + 20, "others are done and wait for rank 1, process 1, which is at step 6: since 140 s", Ended.NO),
+        (LAST_RANK_S + 20, "rank 1, process 1 has not come to its end for 3620 s, others have", Ended.FAILED),
+    ],
+    ids=["not yet", "told", "given up"],
+)
+def test_ranks_that_are_done_wait_an_hour_for_the_last_one(tmp_path, waited_s, words, ended):
+    """
+    One may evaluate for long. It is named after two minutes, once.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
+    page.put(1, Slot.PID, 1)
+    ranks = [
+        Rank(attached=True, alive=True, step=9, phase=Phase.DONE),
+        Rank(attached=True, alive=True, step=6, phase=Phase.TRAINING),
+    ]
+    saver._wait = Wait(rank=1, alive=True, began=time.monotonic() - waited_s)
+    saver._consider(ranks)
+    said = page.error()
+    page.set_error("")
+    saver._consider(ranks)
+
+    assert words == said[: len(words)] if words else not said
+    assert ended == page[Word.ENDED]
+    assert "" == page.error()
 
 
 def test_the_saver_ignores_polite_signals(tmp_path):

@@ -161,6 +161,31 @@ def test_a_slow_disk_slows_no_step(attempt, trouble):
     assert [] == left_behind(training)
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("--disk-patience", "step 30 is not on the disk after 2 s: the disk, or the server behind it, does not answer"),
+        ("--exit-patience", "step 30 is not on the disk"),
+    ],
+)
+def test_the_end_is_not_waited_for_where_the_disk_does_not_answer(attempt, trouble, how, words):
+    """
+    The saver lives, beats, and waits for its disk: ranks that are done do not wait with it for ever. They say so and
+    end; when the disk answers, the saver commits what they staged.
+    """
+    trouble.give("fsync -1 0")
+    training = attempt("--steps", "30", how, "2", **{Env.SAVE_INTERVAL_S: "1000"}, **trouble.env)
+    codes = [rank.wait(PATIENCE_S) for rank in training.ranks]
+    saver_lived, before = training.saver_lives(), training.steps()
+    trouble.end()
+
+    assert ([1, 1], True, []) == (codes, saver_lived, before)
+    assert words in (training.folder / "rank-0.log").read_text()
+    until(lambda: not training.saver_lives(), PATIENCE_S)
+    assert [30] == training.steps()
+    assert [] == left_behind(training)
+
+
 def test_a_notice_of_seconds_and_a_slow_disk_leave_what_was_committed(attempt, trouble):
     """
     All ranks and the saver are killed in the middle of the last save, which would take ten times the notice: what was

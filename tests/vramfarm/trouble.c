@@ -2,8 +2,8 @@
  * A disk in trouble, between a process and its C library (LD_PRELOAD).
  *
  * TROUBLE_ROOT: paths below it are watched. TROUBLE_ORDERS: a file of lines "OPERATION ERRNO MICROSECONDS", read
- * anew at each operation; with an errno it fails, the time is waited for each MB. TROUBLE_LOG: every change that was
- * made is appended, in the order in which they were: "OPERATION\tPATH\tOTHER\tOFFSET\tSIZE\n" and SIZE bytes.
+ * anew at each operation; with an errno it fails, with -1 it waits for other orders, the time is waited for each MB.
+ * TROUBLE_LOG: every change that was made is appended, in the order in which they were: "OPERATION\tPATH\tOTHER\tOFFSET\tSIZE\n" and SIZE bytes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -48,14 +48,14 @@ static int path_at(int fd, const char *name, char *path) {
     return is_ours(path);
 }
 
-/* The errno that this operation must fail with, or 0. */
-static int ordered(const char *operation, size_t size) {
+/* What the orders say of this operation now: an errno, 0, or -1. */
+static int asked(const char *operation, size_t size) {
     const char *name = getenv("TROUBLE_ORDERS");
     int fd = name ? (int)syscall(SYS_openat, AT_FDCWD, name, O_RDONLY | O_CLOEXEC, 0) : -1;
     if (fd < 0) return 0;
     char text[512] = {0}, what[32];
     ssize_t got = read(fd, text, sizeof text - 1);
-    close(fd);
+    syscall(SYS_close, fd);
     int code = 0, found = 0;
     long wait = 0;
     for (char *line = got > 0 ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n"))
@@ -64,6 +64,13 @@ static int ordered(const char *operation, size_t size) {
             if (wait && size) usleep((useconds_t)(wait * (size / 1e6)));
         }
     return found;
+}
+
+/* The errno that this operation must fail with, or 0. */
+static int ordered(const char *operation, size_t size) {
+    int code;
+    while ((code = asked(operation, size)) < 0) usleep(20000);
+    return code;
 }
 
 static void note(const char *operation, const char *path, const char *other, off_t at, const void *data, size_t size) {
