@@ -538,15 +538,15 @@ def test_an_asked_for_save_comes_and_can_be_waited_for(tmp_path):
 
 def test_a_step_costs_microseconds(tmp_path):
     """
-    Without a save, step() is a few stores: less than 20 µs.
+    Without a save, step() is a few stores: less than 20 µs of the processor, whatever else the machine does.
     """
     ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path / "c")
     best = 1.0
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(2000):
             ckpt.step()
-        best = min(best, (time.perf_counter() - started) / 2000)
+        best = min(best, (time.thread_time() - started) / 2000)
     print(f"step(): {best * 1e6:.1f} µs")
     ckpt.finish()
 
