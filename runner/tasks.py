@@ -42,6 +42,7 @@ from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, staging, transfer
+from runner.storage.offsite.known import Known
 from runner.storage.offsite.outputs import copy_outputs
 from runner.supervise import autopsy
 from runner.supervise.source import bring
@@ -57,7 +58,9 @@ _PIECE_BYTES: Final = 8 << 20
 _LEDGER: Final = "ledger.json"
 _TREES: Final = ("logs", "evidence")
 _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
-_LOG_SOON_BYTES: Final = 4 << 20  # while the attempt runs: the whole comes when it is over
+_LOGS_SOON_BYTES: Final = 16 << 20  # of all files of an attempt while it runs: the whole comes when it is over
+_LOG_SOON_BYTES: Final = 4 << 20  # of one of these
+_PUBLISHED: Final = ".published.json"  # in the run folder
 _MAX_LEFT: Final = 20
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
@@ -331,14 +334,12 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
     conclusion = arguments.get("conclusion")
-    is_running = any(attempt["ending"] is None for attempt in arguments["machine"]["attempts"])
-    soon = is_running or arguments["is_leaving"]
-    number = _publish_files(store, arguments, log_bytes=_LOG_SOON_BYTES if soon else _LOG_LIMIT_BYTES)
+    number = _publish_files(store, arguments, logs=True)
     if conclusion:
         transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
         with suppress(OffsiteError):  # a key that may not remove anything
             transfer.close(store, arguments["job"])
-    if not is_running and arguments["machine"]["attempts"]:  # else an earlier machine's report says more
+    if arguments["machine"]["attempts"]:  # else an earlier machine's report says more
         _publish_report(store, arguments)
     return {"summary": f"{number} files"}
 
@@ -451,8 +452,11 @@ def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     return found[0]
 
 
-def _publish_files(store: Store, arguments: Arguments, *, log_bytes: int = 0) -> int:
-    """What a person reads from the bucket alone. Of other machines nothing is overwritten."""
+def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) -> int:
+    """
+    What a person reads from the bucket alone. Of other machines nothing is overwritten, and what has not
+    changed is not looked at, but when the run is over.
+    """
     run_dir = Path(arguments["run_dir"])
     number = _write_ledger(store, arguments)
     places = {
@@ -460,12 +464,16 @@ def _publish_files(store: Store, arguments: Arguments, *, log_bytes: int = 0) ->
         "journal.jsonl": f"machines/{number:04d}/journal.jsonl",
         "metrics.jsonl": f"machines/{number:04d}/metrics.jsonl",
     }
-    files: dict[str, Path | bytes] = {
-        place: run_dir / name for name, place in places.items() if (run_dir / name).is_file()
-    }
-    if log_bytes:
-        files |= _logs(run_dir, arguments, log_bytes, number)
-    transfer.publish(store, arguments["job"], files)
+    files = {place: (run_dir / name, _LOG_LIMIT_BYTES) for name, place in places.items() if (run_dir / name).is_file()}
+    files |= _logs(run_dir, arguments, number) if logs else {}
+    if arguments.get("conclusion"):
+        (run_dir / _PUBLISHED).unlink(missing_ok=True)
+    known = Known(run_dir / _PUBLISHED, store)
+    try:
+        for place, (path, limit_bytes) in files.items():
+            transfer.publish_file(store, f"{arguments['job']}/{place}", path, limit_bytes, known)
+    finally:
+        known.save()
     return len(files)
 
 
@@ -486,25 +494,24 @@ def _write_ledger(store: Store, arguments: Arguments) -> int:
     return 1 + next(number for number, machine in enumerate(machines) if machine.id == mine.id)
 
 
-def _logs(run_dir: Path, arguments: Arguments, limit_bytes: int, number: int) -> dict[str, Path | bytes]:
-    """Logs of this machine's attempts, the end of those that are too large; those of tasks by machine."""
-    files: dict[str, Path | bytes] = {}
-    names = [f"attempt-{attempt['number']:04d}" for attempt in arguments["machine"]["attempts"]]
-    attempts = [run_dir / tree / name for name in names for tree in _TREES]
-    for folder in (*attempts, run_dir / "logs" / "tasks"):
-        for path in sorted(folder.rglob("*")):
-            if not path.is_file() or path.is_symlink():
-                continue
-            key = path.relative_to(run_dir).as_posix().replace("logs/tasks/", f"machines/{number:04d}/tasks/", 1)
-            files[key] = path if path.stat().st_size <= limit_bytes else _end_of(path, limit_bytes)
-    return files
+def _logs(run_dir: Path, arguments: Arguments, number: int) -> dict[str, tuple[Path, int]]:
+    """By place, logs of this machine's attempts and tasks, and how much of each goes: the end of one that is too large."""
+    attempts = {f"attempt-{attempt['number']:04d}": attempt["ending"] for attempt in arguments["machine"]["attempts"]}
+    files: dict[str, tuple[Path, int]] = {}
+    for name, ending in attempts.items():
+        found = [path for tree in _TREES for path in _plain_files(run_dir / tree / name)]
+        soon = min(_LOG_SOON_BYTES, _LOGS_SOON_BYTES // max(1, len(found)))
+        limit_bytes = soon if ending is None or arguments["is_leaving"] else _LOG_LIMIT_BYTES
+        files |= {path.relative_to(run_dir).as_posix(): (path, limit_bytes) for path in found}
+    tasks = run_dir / "logs" / "tasks"
+    here = f"machines/{number:04d}/tasks"
+    return files | {
+        f"{here}/{path.relative_to(tasks).as_posix()}": (path, _LOG_SOON_BYTES) for path in _plain_files(tasks)
+    }
 
 
-def _end_of(path: Path, limit_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        left_out = max(file.seek(0, os.SEEK_END) - limit_bytes, 0)
-        file.seek(left_out)
-        return f"[the first {left_out} bytes are not in the store]\n".encode() + file.read(limit_bytes)
+def _plain_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
 
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ from runner.facts import (
     Server,
     TaskKind,
 )
+from runner.facts import Running as RunningTask
 from runner.job import Job, Limits
 from runner.policy.actions import Begin, Join
+from runner.policy.house import publish_now_and_then
 from runner.policy.ledger import Running, cost, describe_machine, dump, merge, parse, sum_up
 from runner.policy.lifecycle import decide
 from runner.policy.limits import deadline, ends
@@ -325,6 +327,34 @@ def test_a_machine_says_that_it_came_before_it_does_anything_else():
     assert Join("me", sum_up(seen.ledger, but="me")) == decide(job, new, seen)
     assert Begin(TaskKind.PUBLISH, "joined, 0") == decide(job, joined, seen)
     assert 2 == decide(job, new, replace(seen, other_job="command: there a, here b")).code
+
+
+UPLOADS = RunningTask(subject="step-00000100-0123abcd", started_at=START)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "uploads", "expected"),
+    [
+        (4, None, None),
+        (5, None, Begin(TaskKind.PUBLISH, "joined, 1")),
+        (5, UPLOADS, None),
+        (29, UPLOADS, None),
+        (30, UPLOADS, Begin(TaskKind.PUBLISH, "joined, 6")),
+    ],
+    ids=["just told", "five minutes later", "a checkpoint goes first", "still", "but not for ever"],
+)
+def test_a_machine_tells_how_it_is_every_five_minutes(minutes, uploads, expected):
+    """
+    One that vanishes leaves journal, logs and report behind; they never take the line from a checkpoint.
+    """
+    job = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
+    joined = History(accepted_at=START, opened_at=START, machine="me")
+    tasks = {TaskKind.PUBLISH: Finished(subject="joined, 0", at=START)} | (
+        {TaskKind.UPLOAD: uploads} if uploads else {}
+    )
+    seen = Observed(now=START + timedelta(minutes=minutes), boot_id="b", life="l", machine="me", tasks=tasks)
+
+    assert expected == publish_now_and_then(job, joined, seen)
 
 
 def test_what_one_machine_distrusts_no_other_resumes_from():

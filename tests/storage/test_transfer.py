@@ -13,6 +13,7 @@ from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import OffsiteError, open_store, transfer
 from runner.storage.offsite.file import FileStore
+from runner.storage.offsite.known import Known
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.farmhouse import wait_until
 from tests.s3server import BUCKET
@@ -497,36 +498,53 @@ def test_uploads_of_the_dead_are_aborted(s3_offload, s3server, directory):
 
 def test_a_published_file_that_has_not_changed_is_not_sent_again(s3_offload, s3server, tmp_path):
     """
-    Logs of past attempts are offered every time and cost one question.
+    Logs of past attempts are offered every time, and cost nothing, or one question if the notes of it are lost.
     """
-    store, sent = open_store(s3_offload, s3server.env), []
+    store, sent, log = open_store(s3_offload, s3server.env), [], tmp_path / "log"
     store.probe()
     store._client.meta.events.register("before-parameter-build.s3.PutObject", lambda params, **_: sent.append(params))
-    (tmp_path / "log").write_bytes(b"1\n")
-    for _ in range(2):
-        transfer.publish(store, "job", {"log": tmp_path / "log"})
+    log.write_bytes(b"1\n")
+    for notes in ("known", "known", "lost"):
+        known = Known(tmp_path / notes, store)
+        transfer.publish_file(store, "job/log", log, 100, known)
+        known.save()
 
     assert 1 == len(sent)
 
 
+def test_of_a_long_log_the_end_goes_first_and_the_whole_later(store, tmp_path):
+    """
+    While the attempt runs its last lines are enough; a whole log is never replaced by its end.
+    """
+    log, known, found = tmp_path / "log", Known(tmp_path / "known", store), []
+    log.write_bytes(b"first line\nlast line\n")
+    for limit_bytes in (10, 100, 10):
+        transfer.publish_file(store, "job/log", log, limit_bytes, known)
+        found.append(store.get("job/log"))
+    with log.open("ab") as file:
+        file.write(b"more\n")
+    transfer.publish_file(store, "job/log", log, 100, known)
+
+    whole = b"first line\nlast line\n"
+    assert [b"[the first 11 bytes are not in the store]\nlast line\n", whole, whole] == found
+    assert whole + b"more\n" == store.get("job/log")
+
+
 def test_published_files_are_there_under_the_jobs_name(store, tmp_path):
     """
-    Small ones, large ones, and bytes; and a later version replaces an earlier one.
+    Small ones, large ones, and bytes; one that is gone costs nothing; a later version replaces an earlier one.
     """
-    (tmp_path / "journal.jsonl").write_bytes(b"1\n")
+    known = Known(tmp_path / "known", store)
     (tmp_path / "large.log").write_bytes(b"x" * (CHUNK_BYTES + 1))
-    files = {
-        "journal.jsonl": tmp_path / "journal.jsonl",
-        "logs/large.log": tmp_path / "large.log",
-        "status.json": b"{}",
-    }
-    transfer.publish(store, "job", files)
-    (tmp_path / "journal.jsonl").write_bytes(b"1\n2\n")
-    transfer.publish(store, "job", files)
+    for lines in (b"1\n", b"1\n2\n"):
+        (tmp_path / "journal.jsonl").write_bytes(lines)
+        for name in ("journal.jsonl", "large.log", "gone.log"):
+            transfer.publish_file(store, f"job/{name}", tmp_path / name, CHUNK_BYTES + 1, known)
+        transfer.publish(store, "job", {"status.json": b"{}"})
 
     sizes = {entry.key: entry.size_bytes for entry in store.list("job/")}
 
-    assert {"job/journal.jsonl": 4, "job/logs/large.log": CHUNK_BYTES + 1, "job/status.json": 2} == sizes
+    assert {"job/journal.jsonl": 4, "job/large.log": CHUNK_BYTES + 1, "job/status.json": 2} == sizes
 
 
 # --------------------------------------------------------------------------- kills and power losses

@@ -64,6 +64,7 @@ def test_a_second_machine_is_told_who_has_the_run_and_a_third_goes_on_with_it(ma
     """
     first = machines.start("first", steps=5000)
     machines.until("first", "is in the store")
+    expect_report_of_what_runs(machines.folder)
 
     assert 5 == machines.start("second", steps=5000).wait(90), machines.log("second")
     assert f"another runner has this run: {os.uname().nodename}:{machines.folder / 'first'}" in machines.log("second")
@@ -75,6 +76,14 @@ def test_a_second_machine_is_told_who_has_the_run_and_a_third_goes_on_with_it(ma
     assert 0 == third.wait(90), machines.log("third")
     assert "watching" not in machines.log("third")
     check_history(machines.folder)
+
+
+def expect_report_of_what_runs(folder):
+    """A machine may vanish: its page does not wait for the end of the attempt."""
+    page, deadline = folder / "store" / "tiny" / "report.html", time.monotonic() + 60
+    while not (page.is_file() and "attempt 1" in page.read_text()):
+        assert time.monotonic() < deadline, "no report while it trains"
+        time.sleep(0.1)
 
 
 def check_history(folder):

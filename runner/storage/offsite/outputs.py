@@ -7,10 +7,10 @@ to meanwhile is left for the next time; what was left is told, and does not coun
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Final
 
 from runner.storage.checksums import describe_file
-from runner.storage.disk import Disk
-from runner.storage.offsite.contract import OffsiteError, Store, in_parallel, is_key
+from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel, is_key
+from runner.storage.offsite.known import Known, Signature, signature
 from runner.storage.offsite.transfer import Meter, Progress, differs
 
 INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
-_NUM_THREADS: Final = 4
+_NUM_THREADS: Final = 8
 _MAX_FILES: Final = 200_000
+_TICK_NS: Final = 50_000_000  # more than the step of any file system's clock that we know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def copy_outputs(store: Store, job: str, folders: Sequence[Path], run_dir: Path,
     try:
         in_parallel(copy, changed, _NUM_THREADS)
     finally:
-        copying.remember()
+        copying.known.save()
     return Copied(num_files=len(files), sent_bytes=copying.sent_bytes, left=tuple(copying.left))
 
 
@@ -78,74 +79,56 @@ def _size(path: Path) -> int:
 
 class _Copying:
     def __init__(self, store: Store, job: str, index: Path) -> None:
-        self._store, self._prefix, self._index = store, f"{job}/outputs/", index
+        self._store, self._prefix = store, f"{job}/outputs/"
         self._listed = {entry.key: entry.size_bytes for entry in store.list(self._prefix)}
-        self._known: dict[str, list[int]] = _read(index)
+        self.known = Known(index, store)
+        self._is_compared = store.probe().checksums is not Checksums.NONE
         self._lock = threading.Lock()
         self.sent_bytes = 0
         self.left: list[str] = []
 
     def is_there(self, folder: Path, path: Path) -> bool:
-        key, now = self._key(folder, path), _signature(path)
-        return bool(now) and self._known.get(key) == now and self._listed.get(key) == now[0]
+        key, now = self._key(folder, path), signature(path)
+        return bool(now) and self.known.of(key) == now and self._listed.get(key) == now[0]
 
     def copy(self, folder: Path, path: Path) -> None:
-        key = self._key(folder, path)
+        key, before = self._key(folder, path), signature(path)
         if not is_key(key):
             self._leave(path, "a name that cannot be a key")
             return
-        before = _signature(path)
         try:
-            shard = describe_file(path, "output")
-            if differs(self._store, key, shard):
-                self._store.put_file(key, path, shard, lambda _: None)
-                self._confirm(key, differs(self._store, key, shard), shard.size_bytes)
-            self._note(key, path, before)
+            self._bring(key, path)
         except OSError as error:
             self._leave(path, error.strerror or "cannot be read")
         except OffsiteError as error:
-            if not error.damaged and before == _signature(path):
+            if not error.damaged and before == signature(path):
                 raise
             self._leave(path, "it is being written")
+        else:
+            self._note(key, path, before)
 
     def _key(self, folder: Path, path: Path) -> str:
         return f"{self._prefix}{folder.name}/{path.relative_to(folder).as_posix()}"
 
-    def _confirm(self, key: str, problem: str, size_bytes: int) -> None:
+    def _bring(self, key: str, path: Path) -> None:
+        shard = describe_file(path, "output")
+        if self._listed.get(key) == shard.size_bytes and not differs(self._store, key, shard):
+            return
+        self._store.put_file(key, path, shard, lambda _: None)
+        # of one piece the answer is the store's word for its bytes: to ask again would double the time of small files
+        is_confirmed = self._is_compared and len(shard.checksums) <= 1
+        problem = "" if is_confirmed else differs(self._store, key, shard)
         if problem:
             raise OffsiteError(f"{self._store.address}/{key}: stored, but {problem}", final=False)
         with self._lock:
-            self.sent_bytes += size_bytes
+            self.sent_bytes += shard.size_bytes
 
-    def _note(self, key: str, path: Path, before: list[int]) -> None:
-        if before != _signature(path):
+    def _note(self, key: str, path: Path, before: Signature) -> None:
+        if before != signature(path):
             self._leave(path, "it is being written")
-            return
-        with self._lock:
-            self._known[key] = before
+        elif before[1] < time.time_ns() - _TICK_NS:  # a younger one may change and keep its time: ask next time
+            self.known.note(key, before)
 
     def _leave(self, path: Path, why: str) -> None:
         with self._lock:
             self.left.append(f"{path}: {why}")
-
-    def remember(self) -> None:
-        """Lost, it costs a question a file, no more: so it is not made durable."""
-        fresh = self._index.with_name(f"{self._index.name}.new")
-        with suppress(OSError):
-            Disk().write(fresh, json.dumps(self._known).encode())
-            Disk().rename(fresh, self._index)
-
-
-def _signature(path: Path) -> list[int]:
-    with suppress(OSError):
-        found = path.lstat()
-        return [found.st_size, found.st_mtime_ns, found.st_ino]
-    return []
-
-
-def _read(index: Path) -> dict[str, list[int]]:
-    try:
-        known = json.loads(index.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}

@@ -18,6 +18,7 @@ Every function may be killed at any moment and called again. Nothing in a store 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -46,6 +47,7 @@ from runner.storage.offsite.contract import (
     in_parallel,
     parse_abilities,
 )
+from runner.storage.offsite.known import Known, signature
 from vramfarm.checksum import crc32
 from vramfarm.protocol import (
     CHUNK_BYTES,
@@ -605,29 +607,50 @@ def remove_run(store: Store, job: str) -> None:
 # ---------------------------------------------------------------------------------- publish
 
 
-def publish(store: Store, job: str, files: Mapping[str, Path | bytes]) -> None:
-    """Store files of the run under the job's name, in the order given; what is there unchanged is not sent."""
-    for name, source in files.items():
-        key = f"{job}/{name}"
-        if isinstance(source, bytes):
-            store.put(key, source)
-            continue
-        try:
-            _publish_file(store, key, source)
-        except OSError as error:
-            raise OffsiteError(f"{source}: {error.strerror}", final=False) from error
+def publish(store: Store, job: str, files: Mapping[str, bytes]) -> None:
+    """Store small files of the run under the job's name, in the order given."""
+    for name, content in files.items():
+        store.put(f"{job}/{name}", content)
 
 
-def _publish_file(store: Store, key: str, source: Path) -> None:
-    """The file as it is now; a log may grow meanwhile."""
-    shard = describe_file(source, source.name)
+def publish_file(store: Store, key: str, path: Path, limit_bytes: int, known: Known) -> None:
+    """
+    Store a file as it is now, or its end where it is larger; it may grow meanwhile, and it may be gone. What
+    is there unchanged is not sent, and what `known` says of it is believed.
+    """
+    now = signature(path)
+    if not now:
+        return
+    wanted, stored = min(now[0], limit_bytes), known.of(key)
+    if stored[:-1] == now and stored[-1] >= wanted:
+        return
+    try:
+        _publish_whole(store, key, path) if wanted == now[0] else store.put(key, _end_of(path, limit_bytes))
+    except OSError as error:
+        raise OffsiteError(f"{path}: {error.strerror}", final=False) from error
+    except OffsiteError as error:
+        if not error.damaged:
+            raise
+        return  # it was trimmed just now: next time
+    known.note(key, (*now, wanted))
+
+
+def _publish_whole(store: Store, key: str, path: Path) -> None:
+    shard = describe_file(path, path.name)
     found = store.head(key)
     if found is not None and agrees(found, shard):
         return
     if shard.size_bytes <= CHUNK_BYTES:
-        store.put(key, source.read_bytes())
+        store.put(key, path.read_bytes())
     else:
-        store.put_file(key, source, shard, lambda _: None)
+        store.put_file(key, path, shard, lambda _: None)
+
+
+def _end_of(path: Path, limit_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        left_out = max(file.seek(0, os.SEEK_END) - limit_bytes, 0)
+        file.seek(left_out)
+        return f"[the first {left_out} bytes are not in the store]\n".encode() + file.read(limit_bytes)
 
 
 # --------------------------------------------------------------------------------- progress
