@@ -459,7 +459,9 @@ class Observed:
     divergence: Divergence | None = None  # of the live attempt, where job.yaml has a guard for it
     straggler: str = ""  # which rank holds the others up, and why
     leave_sent_at: datetime | None = None  # the live attempt was asked to save and leave
-    terminated: bool = False  # its ranks got SIGTERM with that: some trainers save on it
+    terminated: bool = False  # some of it got SIGTERM with that: some trainers save on it
+    asked_live: bool = False  # and one of these lives
+    unasked: bool = False  # one that would be asked so has come since
     trainers_gone_at: datetime | None = None  # only savers of it are left
     local: tuple[Checkpoint, ...] = ()
     free_bytes: int | None = None  # on the disk of the checkpoints

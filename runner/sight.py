@@ -6,6 +6,7 @@ a framework saved, what its logs take. Looked at anew each turn; nothing is deci
 from __future__ import annotations
 
 import math
+import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from runner.policy.hang import Patience, Watch, cards_every_s, judge, keep, limi
 from runner.policy.straggler import Lags, straggler, watch_lags
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
+from runner.supervise import process
 from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
 from runner.supervise.page import ProgressReader
@@ -64,7 +66,8 @@ class AttemptSight:
         self._progress = Progress()
         self._save_s = 0.0
         self._leave_sent_at: datetime | None = None
-        self._terminated = False
+        self._asked: frozenset[Process] = frozenset()  # by SIGTERM
+        self._unasked: frozenset[Process] = frozenset()
         self._first_step_at: datetime | None = None
         self._gone_at: datetime | None = None
         self._exit_seen_at: datetime | None = None
@@ -80,6 +83,7 @@ class AttemptSight:
         live = self._live(attempt.id, folder, seen.now)
         exit_ = attempts.read_exit(folder)  # after `live`: a shim writes it and then ends
         self._read_page()
+        self._find_unasked(live)
         self._read_steps(folder, seen.now, ended=live is None or not live.trainers)
         self._remember_first_step(seen.now)
         is_known = exit_ is not None and (exit_.code is not None or attempts.is_unwatched(folder))
@@ -101,7 +105,9 @@ class AttemptSight:
             straggler=self._hangs.straggler,
             divergence=divergence(self._loss) if live and self._guard.nan_patience else None,
             leave_sent_at=self._leave_sent_at,
-            terminated=self._terminated,
+            terminated=bool(self._asked),
+            asked_live=any(map(process.is_alive, self._asked)),
+            unasked=bool(self._unasked),
             trainers_gone_at=self._gone_at,
             last_save_s=self._save_s,
             first_step_at=self._first_step_at,
@@ -139,8 +145,13 @@ class AttemptSight:
         self._loss = watch_loss(self._loss, told, self._guard)
         self._progress = self._steps.fill(told) if self._steps else told
         self._save_s = page[Word.SAVE_NS] * _NS
-        if pages.leave_requested(page) and self._leave_sent_at is None:  # by an earlier life
-            self._leave_sent_at, self._terminated = self._clock.now(), True
+        if pages.leave_requested(page) and self._leave_sent_at is None:  # by an earlier life, which asked them, too
+            self._leave_sent_at, self._asked = self._clock.now(), self._find_asked()
+
+    def _find_unasked(self, live: Live | None) -> None:
+        """A script may go on to its next program, and a shell that was asked may leave its own alone."""
+        is_due = live is not None and live.trainers and self._leave_sent_at is not None and not self._progress.attached
+        self._unasked = self._find_asked() - self._asked if is_due else frozenset()
 
     def _read_steps(self, folder: Path, now: datetime, *, ended: bool) -> None:
         """What the log says of a script without the library; once more when it has ended."""
@@ -166,12 +177,22 @@ class AttemptSight:
         )
 
     def interrupt(self) -> None:
-        """Ask through the page; ranks that do not look there get SIGTERM, on which some trainers save."""
+        """Ask through the page; who does not look there gets SIGTERM, once, on which some trainers save."""
         if self._reader is not None:
             pages.request_leave(self._reader.page)
-        if self.attempt is not None and not self._progress.attached:
-            self._terminated = attempts.terminate(self.attempt.id, self._hangs.ranks)
-        self._leave_sent_at = self._clock.now()
+        if not self._progress.attached:
+            asked = self._find_asked() - self._asked
+            process.kill(asked, signal.SIGTERM)
+            self._asked |= asked
+        self._unasked = frozenset()
+        self._leave_sent_at = self._leave_sent_at or self._clock.now()
+
+    def _find_asked(self) -> frozenset[Process]:
+        return (
+            attempts.find_asked(self.attempt.id, self._folder.attempt(self.attempt.number))
+            if self.attempt
+            else frozenset()
+        )
 
     def identity(self) -> dict[str, int]:
         """What a checkpoint has to say of its attempt."""

@@ -19,11 +19,11 @@ EVIDENCE_PATIENCE = timedelta(seconds=90)  # looking at what hangs may hang, too
 def while_live(job: Job, history: History, seen: Observed, live: Live) -> Action:
     if not live.trainers:
         return _wait_for_savers(job, history, seen)
-    if seen.exit is not None:
+    reason = _why_leave(history, seen)
+    if seen.exit is not None and not (reason and (seen.asked_live or seen.unasked)):
         return _end_stragglers(seen)
     if diverged := _end_diverged(job, history, seen):
         return diverged
-    reason = _why_leave(history, seen)
     if reason:
         return _make_it_leave(job, seen, reason) or keep_house(job, history, seen) or Wait()
     if seen.hang is not None:
@@ -40,7 +40,10 @@ def _wait_for_savers(job: Job, history: History, seen: Observed) -> Action:
 
 
 def _end_stragglers(seen: Observed) -> Action:
-    """A launcher that was killed leaves its ranks alive; one that ended leaves workers that are just going."""
+    """
+    A launcher that was killed leaves its ranks alive; one that ended leaves workers that are just going. Who was
+    asked to save is no straggler: a shell that SIGTERM ends leaves a trainer that saves on it.
+    """
     since = seen.exit_seen_at or seen.now
     if seen.now >= since + STRAGGLER:
         return Kill("the launcher ended, these did not", left=True)
@@ -91,7 +94,7 @@ def _why_leave(history: History, seen: Observed) -> str:
 
 
 def _make_it_leave(job: Job, seen: Observed, reason: str) -> Action | None:
-    if seen.leave_sent_at is None:
+    if seen.leave_sent_at is None or seen.unasked:
         return Interrupt(reason)
     if not (seen.progress.attached or seen.terminated) and seen.now >= seen.leave_sent_at + STRAGGLER:
         return Kill(f"{reason}: nobody in it could be asked to save")

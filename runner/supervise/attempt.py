@@ -23,6 +23,7 @@ from runner.errors import JobError
 from runner.facts import Exit, Live
 from runner.job import Batch
 from runner.supervise import process
+from runner.supervise.asking import whom
 from runner.supervise.autopsy import keep_stacks
 from runner.supervise.page import pipes_beside
 from runner.supervise.process import Process
@@ -218,14 +219,11 @@ def kill(attempt_id: str, *, savers: bool = False) -> tuple[int, ...]:
     return tuple(p.pid for p in left)
 
 
-def terminate(attempt_id: str, ranks: Sequence[int]) -> bool:
-    """
-    SIGTERM to the ranks, and to nobody else: a launcher would kill them soon after, and a rank whose
-    workers are gone fails before it has saved. False: none of them is there.
-    """
-    found = [p for p in process.find(Env.ATTEMPT_ID, attempt_id) if p.pid in ranks]
-    process.kill(found, signal.SIGTERM)
-    return bool(found)
+def find_asked(attempt_id: str, folder: Path) -> frozenset[Process]:
+    """Whom SIGTERM would ask to save and leave (`asking`), as they are now."""
+    launcher = _process(_read_shim(folder).get("launcher"))
+    found = {p.pid: p for p in process.find(Env.ATTEMPT_ID, attempt_id) if not p.role}
+    return frozenset(found[pid] for pid in whom(found, launcher.pid if launcher else None))
 
 
 def abort(attempt_id: str, ranks: Sequence[int], *, folder: Path, evidence: Path) -> None:

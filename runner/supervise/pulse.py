@@ -68,7 +68,7 @@ class PulseReader:
                 return told
         self._ranks = {pid: rank for pid, rank in self._ranks.items() if pid in stats}
         for pid in stats:
-            if pid not in self._ranks and (rank := _rank_of(pid)) is not None:
+            if pid not in self._ranks and (rank := rank_of(pid)) is not None:
                 self._ranks[pid] = rank
         found = self._ranks
         own = {pid: rank for pid, rank in found.items() if stats[pid].parent not in found}  # workers have it, too
@@ -157,7 +157,8 @@ def _stat(pid: int) -> _Stat | None:
     return None
 
 
-def _rank_of(pid: int) -> int | None:
+def rank_of(pid: int) -> int | None:
+    """The local rank that a process was started as, or a process above it; None: none."""
     with suppress(OSError, ValueError):
         for entry in process.read(f"/proc/{pid}/environ").split(b"\0"):
             name, _, value = entry.partition(b"=")

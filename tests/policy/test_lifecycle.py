@@ -1267,6 +1267,37 @@ def test_a_trainer_that_may_save_on_sigterm_has_the_grace_period(terminated, sec
 
 
 @pytest.mark.parametrize(
+    ("seen", "seconds", "expected"),
+    [
+        pytest.param({"asked_live": True}, 119, Wait(), id="one that was asked saves"),
+        pytest.param({"asked_live": True}, 121, Kill, id="for longer than the grace period"),
+        pytest.param({"unasked": True}, 5, Interrupt, id="one that nobody asked yet"),
+        pytest.param({}, 5, Kill("the launcher ended, these did not", left=True), id="they have saved and gone"),
+        pytest.param({"asked_live": True, "leaving": False}, 5, Kill, id="the reason is gone"),
+    ],
+)
+def test_a_trainer_that_outlives_its_launcher_is_asked_and_waited_for(seen, seconds, expected):
+    """
+    A shell script ends at SIGTERM, and what it started saves: that is no straggler.
+    """
+    ended = {"exit": Exit(code=-15), "exit_seen_at": at(9) - timedelta(seconds=seconds)}
+    sent = {"leaving": True, "leave_sent_at": at(9) - timedelta(seconds=seconds), "terminated": True}
+
+    found = decide(HERE_ONLY, *hung(hang=None, **{**ended, **sent, **seen}))
+
+    assert expected in {found, type(found)}
+
+
+def test_who_comes_while_it_leaves_is_asked_too():
+    """
+    A script that goes on to its next program, or one that only now can save.
+    """
+    sent = {"leaving": True, "leave_sent_at": at(9) - timedelta(seconds=60), "terminated": True, "unasked": True}
+
+    assert Interrupt("asked to leave (SIGTERM or Ctrl-C)") == decide(HERE_ONLY, *hung(hang=None, **sent))
+
+
+@pytest.mark.parametrize(
     ("left", "seconds", "expected"),
     [
         pytest.param(15, 15, Wait, id="there is time"),
