@@ -2,7 +2,8 @@
 Slow work, one process each: `python -I -m runner.tasks KIND`, arguments as JSON on standard
 input, progress and one last word as JSON lines on standard output.
 
-Every task may be killed at any moment and started again.
+Every task may be killed at any moment and started again. What only one of them needs is imported
+by it: an upload need not wait for what looks at a machine.
 """
 
 from __future__ import annotations
@@ -19,41 +20,31 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import TypeAdapter
 
-from runner.adapters.frameworks import Save, framework_name, get_framework
-from runner.adapters.notifiers import notify_all
-from runner.adapters.providers import find_server, with_secrets
 from runner.adapters.secrets import find_values, with_store_keys
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
-from runner.keeper import keep_lease
 from runner.policy import ledger
-from runner.policy.between import CODE, MACHINE
-from runner.policy.preflight import decide_verdict, tell_verdict
 from runner.policy.slow import WRITERS
-from runner.preflight import Mission, look_at_code, look_at_machine
-from runner.report import gather_store, page
-from runner.storage import forking
-from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, staging, transfer
+from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, transfer
 from runner.storage.offsite.known import Known
-from runner.storage.offsite.outputs import copy_outputs
-from runner.supervise import autopsy
-from runner.supervise.source import bring
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
+
+if TYPE_CHECKING:
+    from runner.adapters.frameworks import Save
+    from runner.preflight import Mission
 
 Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
 
 Source = GitSource | PathSource | ArchiveSource | None
 
-_SOURCE: TypeAdapter[Source] = TypeAdapter(Source)
 _PIECE_BYTES: Final = 8 << 20
 _LEDGER: Final = "ledger.json"
 _TREES: Final = ("logs", "evidence")
@@ -115,9 +106,11 @@ class _Saying:
 
 
 def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.supervise.source import bring
+
     progress(0.0, "source")
     folder = bring(
-        _fetched(_SOURCE.validate_python(arguments["source"]), arguments, progress),
+        _fetched(TypeAdapter[Source](Source).validate_python(arguments["source"]), arguments, progress),
         arguments["setup"],
         run_dir=Path(arguments["run_dir"]),
         digest=arguments["subject"],
@@ -149,6 +142,10 @@ def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source
 
 def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Look at the machine, and at the code as soon as it is there; `subject` names the parts."""
+    from runner.policy.between import CODE, MACHINE
+    from runner.policy.preflight import decide_verdict, tell_verdict
+    from runner.preflight import look_at_code, look_at_machine
+
     mission = _mission(arguments)
     parts = arguments["subject"]
     findings = [*(look_at_machine(mission, progress) if MACHINE in parts else ())]
@@ -161,6 +158,9 @@ def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def _mission(arguments: Arguments) -> Mission:
+    from runner.adapters.providers import find_server, with_secrets
+    from runner.preflight import Mission
+
     env = with_store_keys(with_secrets(os.environ))
     job = Job.model_validate(arguments["spec"])
     return Mission(
@@ -215,6 +215,9 @@ def _survey_summary(found: transfer.Survey) -> str:
 
 def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """What a framework saved; found anew here, since the task may be started again after a crash."""
+    from runner.adapters.frameworks import framework_name, get_framework
+    from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
+
     job, directory, told = Job.model_validate(arguments["spec"]), _directory(arguments), arguments["attempt"]
     framework, folder = get_framework(job), Path(job.checkpoint.watch)
 
@@ -271,6 +274,9 @@ def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Endpoint and credentials are those of `offload`, as they are for data."""
+    from runner.adapters.frameworks import framework_name
+    from runner.storage import forking
+
     job = Job.model_validate(arguments["spec"])
     lineage, _, place = arguments["subject"].partition(" ")
 
@@ -306,6 +312,8 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.keeper import keep_lease
+
     del progress
     return {
         "told": keep_lease(
@@ -322,6 +330,8 @@ def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def tell(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Never tried again: by then it would be news no more."""
+    from runner.adapters.notifiers import notify_all
+
     progress(0.0, "telling")
     urls = list(find_values(arguments["names"], os.environ).values())
     answers = notify_all(urls, arguments["message"])
@@ -353,6 +363,8 @@ def reopen(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.supervise import autopsy
+
     progress(0.0, "looking")
     scene = arguments["scene"]
     paths = {name: Path(scene[name]) for name in ("logs", "folder")}
@@ -361,6 +373,8 @@ def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The data, from wherever each item lies; endpoint and credentials are those of `offload`."""
+    from runner.storage.offsite import staging
+
     job = Job.model_validate(arguments["spec"])
 
     started = time.monotonic()
@@ -379,6 +393,8 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.storage.offsite.outputs import copy_outputs
+
     folders = [Path(folder) for folder in arguments["outputs"]]
     found = copy_outputs(_store(arguments), arguments["job"], folders, Path(arguments["run_dir"]), progress)
     left = f"; left for later: {'; '.join(found.left[:3])}" if found.left else ""
@@ -479,6 +495,8 @@ def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) ->
 
 def _publish_report(store: Store, arguments: Arguments) -> None:
     """Of all machines: only the store knows them."""
+    from runner.report import gather_store, page
+
     status = Path(arguments["run_dir"]) / "status.json"
     with suppress(FileNotFoundError):
         transfer.publish(store, arguments["job"], {"status.json": status.read_bytes()})
@@ -515,4 +533,7 @@ def _plain_files(folder: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # Python would take all apart that was imported, for a tenth of a second in which the runner waits

@@ -459,7 +459,7 @@ class RealWorld:
     def wait(self) -> None:
         """A tick, whatever `Wait.until` names: that is asked again at each of them."""
         shim = self._sight.shim()
-        self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim)
+        self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim, children=self._board.pids())
 
     def wake(self) -> None:
         self._alarm.ring()

@@ -1,4 +1,4 @@
-"""How the loop sleeps: for a while, until it is called, a file that it waits for appears, or a process that it watches ends."""
+"""How the loop sleeps: for a while, until it is called, a file that it waits for appears, or a process that it waits for ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -51,27 +51,24 @@ class Alarm:
         if self._bell >= 0:
             os.eventfd_write(self._bell, 1)
 
-    def sleep(self, seconds: float, until: Process | None = None) -> None:
-        """Return after that time, when it rings or has rung, or when `until` ends; at once if that is gone."""
-        poll, watched = select.poll(), self._watch(until)
+    def sleep(self, seconds: float, until: Process | None = None, children: Iterable[int] = ()) -> None:
+        """
+        Return after that time, when it rings or has rung, or when `until` or one of our `children` ends; at once
+        if that is gone, or if a child waits to be collected.
+        """
+        poll = select.poll()
         poll.register(self._bell, select.POLLIN)
-        if watched is not None:
-            poll.register(watched, select.POLLIN)
+        watched = [fd for pid in (*children, *([until.pid] if until else [])) if (fd := _watch(pid)) is not None]
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
         try:
-            if until is None or is_alive(until):  # only now: what ends from here on is seen through `watched`
+            if until is None or is_alive(until):  # only now: what ends from here on is seen through what is watched
                 poll.poll(seconds * _MS)
         finally:
-            if watched is not None:
-                os.close(watched)
+            for fd in watched:
+                os.close(fd)
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-
-    @staticmethod
-    def _watch(process: Process | None) -> int | None:
-        """None where the kernel, who guards it, or a Python built for older ones has no such thing: then the time is all."""
-        with suppress(OSError, AttributeError):
-            return None if process is None else os.pidfd_open(process.pid)
-        return None
 
     def close(self) -> None:
         if self._observer.is_alive():
@@ -80,6 +77,13 @@ class Alarm:
             self._observer.join(_LAST_S)
         bell, self._bell = self._bell, -1  # first: a signal that comes now must not ring in somebody else's file
         os.close(bell)
+
+
+def _watch(pid: int) -> int | None:
+    """None where the kernel, who guards it, or a Python built for older ones has no such thing: then the time is all."""
+    with suppress(OSError, AttributeError):
+        return os.pidfd_open(pid)
+    return None
 
 
 class _Ringer(Handler):

@@ -77,6 +77,10 @@ class TaskBoard:
     def is_running(self, kind: TaskKind) -> bool:
         return kind in self._tasks
 
+    def pids(self) -> tuple[int, ...]:
+        """Of what runs, or has ended and was not looked at since."""
+        return tuple(task.popen.pid for task in self._tasks.values())
+
     def end(self, kind: TaskKind) -> None:
         """End a running task and forget it; nothing happens if there is none."""
         task = self._tasks.pop(kind, None)

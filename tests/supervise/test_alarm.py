@@ -21,9 +21,9 @@ def alarm():
     alarm.close()
 
 
-def slept_s(alarm, seconds, until=None):
+def slept_s(alarm, seconds, until=None, children=()):
     began = time.monotonic()
-    alarm.sleep(seconds, until=until)
+    alarm.sleep(seconds, until=until, children=children)
     return time.monotonic() - began
 
 
@@ -66,6 +66,17 @@ def test_a_process_that_is_gone_is_not_slept_for_though_nobody_has_collected_it(
     child.wait()
 
     assert slept_s(alarm, LONG_S, until=shim) < LONG_S / 2
+
+
+def test_the_end_of_a_child_ends_the_sleep_also_if_it_was_before(alarm, child):
+    """
+    What a task found out is acted upon at once: a checkpoint is safe then, and not a look later.
+    """
+    threading.Timer(0.1, child.stdin.close).start()
+    meanwhile = slept_s(alarm, LONG_S, children=[child.pid])
+    before = slept_s(alarm, LONG_S, children=[child.pid])  # nobody has collected it
+
+    assert max(meanwhile, before) < LONG_S / 2
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["an old Python", "an old kernel"])
