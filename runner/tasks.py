@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -254,9 +255,11 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
     started = time.monotonic()
-    copied = transfer.upload(store, arguments["job"], directory, ref, progress)
-    took = time.monotonic() - started
-    _publish_files(store, arguments)
+    with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
+        published = beside.submit(_publish_files, store, arguments)
+        copied = transfer.upload(store, arguments["job"], directory, ref, progress)
+        took = time.monotonic() - started
+        published.result()
     size = directory.manifest(ref).size_bytes
     spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
     summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"

@@ -292,16 +292,22 @@ class S3Store:
 
     def get_version(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> Version | None:
         with self._plain_words(key):
-            try:
-                answer = self._client.get_object(**self._named(key))
-            except ClientError as error:
-                if code_of(error) in {"404", "NoSuchKey"}:
-                    return None
-                raise
-            with closing(answer["Body"]) as body:
-                content = body.read(limit_bytes + 1)
-        if len(content) > limit_bytes:
-            raise OffsiteError(f"{self.address}/{key}: expected at most {limit_bytes} bytes, got more", final=True)
+            return _retrying()(self._read_whole, key, limit_bytes)
+
+    def _read_whole(self, key: str, limit_bytes: int) -> Version | None:
+        try:
+            answer = self._client.get_object(**self._named(key))
+        except ClientError as error:
+            if code_of(error) in {"404", "NoSuchKey"}:
+                return None
+            raise
+        with closing(answer["Body"]) as body:
+            told = answer.get("ContentLength", 0)  # a proxy may leave it out
+            content = body.read(limit_bytes + 1) if told <= limit_bytes else b""
+        if (size := max(told, len(content))) > limit_bytes:
+            raise OffsiteError(f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {size}", final=True)
+        if len(content) < told:
+            raise IncompleteReadError(actual_bytes=len(content), expected_bytes=told)
         return Version(content=content, tag=answer["ETag"])
 
     def _digest_of(self, content: bytes) -> Mapping[str, Any]:
@@ -340,14 +346,8 @@ class S3Store:
     # --------------------------------------------------------------------------------- get
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
-        head = self.head(key)
-        if head is None:
-            return None
-        if head.size_bytes > limit_bytes:
-            raise OffsiteError(
-                f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {head.size_bytes}", final=True
-            )
-        return self.read(key, 0, head.size_bytes)
+        found = self.get_version(key, limit_bytes)
+        return None if found is None else found.content
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:
         return bytes(next(self._blocks(key, offset, num_bytes, num_bytes), b""))
@@ -357,12 +357,7 @@ class S3Store:
 
     def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int) -> Iterator[Block]:
         """Each block may be asked for so often; what came before it is not asked for again."""
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
-            wait=tenacity.wait_random_exponential(max=5),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, NO_ANSWER)),
-            reraise=True,
-        )
+        retrying = _retrying()
         reading = _Reading(partial(self._client.get_object, **self._named(key)), offset, num_bytes)
         with closing(reading):
             memory = pages(min(block_bytes, num_bytes)) if num_bytes else memoryview(b"")
@@ -435,6 +430,16 @@ class S3Store:
 
     def _plain_words(self, key: str) -> AbstractContextManager[None]:
         return plain_words(f"{self.address}/{key}".rstrip("/"))
+
+
+def _retrying() -> tenacity.Retrying:
+    """Botocore asks again for an answer that did not come, never for a body that broke off."""
+    return tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(MAX_ATTEMPTS),
+        wait=tenacity.wait_random_exponential(max=5),
+        retry=tenacity.retry_if_exception(lambda e: isinstance(e, NO_ANSWER)),
+        reraise=True,
+    )
 
 
 class _Reading:

@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -91,21 +92,29 @@ def survey(store: Store, job: str, progress: Progress = lambda _fraction, _note:
     """Look at all of a job in a store; reads manifests, no shard."""
     outcome, problems = _read_outcome(store, job)
     whole = []
-    listed = _list_checkpoints(store, job)
-    for number, (name, entries) in enumerate(listed.items()):
-        progress(number / len(listed), name)
-        if MANIFEST not in entries:
-            continue  # not there: its upload has not ended, or its removal has begun
-        try:
-            manifest = read_manifest(store, job, name)
-            _expect_listed(manifest, entries)
-            whole.append(describe(manifest))
-        except (OffsiteError, ProtocolError) as error:
-            if isinstance(error, OffsiteError) and not error.final:
-                raise
-            problems.append(f"{name}: {error}")
+    listed = {name: entries for name, entries in _list_checkpoints(store, job).items() if MANIFEST in entries}
+    with ThreadPoolExecutor(
+        _NUM_THREADS
+    ) as pool:  # of those without one the upload has not ended, or the removal has begun
+        found = pool.map(partial(_describe_listed, store, job), listed.items())
+        for number, (name, checkpoint) in enumerate(zip(listed, found, strict=True)):
+            progress(number / len(listed), name)
+            whole.append(checkpoint) if isinstance(checkpoint, Checkpoint) else problems.append(checkpoint)
     whole.sort(key=lambda checkpoint: checkpoint.ref)
     return Survey(checkpoints=tuple(whole), unusable=tuple(problems), outcome=outcome)
+
+
+def _describe_listed(store: Store, job: str, listed: tuple[str, Mapping[str, Entry]]) -> Checkpoint | str:
+    """A whole checkpoint, or what is wrong with it."""
+    name, entries = listed
+    try:
+        manifest = read_manifest(store, job, name)
+        _expect_listed(manifest, entries)
+        return describe(manifest)
+    except (OffsiteError, ProtocolError) as error:
+        if isinstance(error, OffsiteError) and not error.final:
+            raise
+        return f"{name}: {error}"
 
 
 def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -41,6 +41,9 @@ from botocore.exceptions import (
     SSLError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
+from urllib3.exceptions import (
+    HTTPError as BrokenAnswer,
+)  # botocore lets it through where the body of a refusal breaks off
 
 from runner.job import OffloadPolicy
 from runner.storage.offsite.contract import Block, OffsiteError, other_bytes
@@ -52,7 +55,7 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
 
 MAX_ATTEMPTS: Final = 4
 PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refusal is the answer
-NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError)
+NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
 _BLOCK_BYTES: Final = 256 << 10
 _LEAST_BLOCK_BYTES: Final = 16 << 10
