@@ -35,7 +35,9 @@ _CERTAIN: Final = frozenset({
 })  # fmt: skip
 _CERTAIN_LINE: Final = re.compile(
     r"\b(?:SyntaxError|IndentationError|TabError|ImportError|NameError)\b|"
-    r": error: (?:unrecognized arguments|the following arguments are required|argument )|can't open file '"
+    r": error: (?:unrecognized arguments|the following arguments are required|argument )|can't open file '|No such option|"
+    r"got an unexpected keyword argument|not used by the HfArgumentParser|Could not override '|trust_remote_code|BdbQuit|"
+    r"EOF when reading a line|ValidationError: \d+ validation"
 )
 DISK_FULL: Final = "disk_full"
 _OF_THE_MACHINE: Final = frozenset({"container", "disk", "machine", "nccl", "setup", "shm"})  # categories

@@ -90,7 +90,7 @@ def test_an_exception_on_one_rank_is_found(torchrun, tmp_path):
 
     said = first_error(folder, ended).summary
     assert Exit(code=1) == ended
-    assert said.startswith("rank 1: ValueError: bad batch; see ")
+    assert said.startswith("rank 1: ValueError: bad batch (train.py:2); see ")
     assert "ValueError: bad batch" in Path(said.partition("; see ")[2]).read_text()
 
 
@@ -165,7 +165,9 @@ def test_a_job_that_asks_for_input_is_told_so(ranks):
     """
     folder, ended = ranks("input('Continue? [y/N] ')"), Exit(code=1)
 
-    assert "(it asked for input, and nobody answers" in first_error(folder, ended).summary
+    found = first_error(folder, ended)
+    assert ("EOFError: EOF when reading a line", "high") == (found.primary_line, found.confidence)
+    assert "the script asked for input, and nobody answers" == found.cause
 
 
 def test_the_same_error_everywhere_is_told_once(ranks):

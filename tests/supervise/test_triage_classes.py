@@ -107,12 +107,33 @@ CLASSES = [
     ("segfault", STEPS + raised(1, PEER) + table(0, -11, [(1, -15)])),
     ("user_exception", raised(1, PEER) + table(0, 3, [(1, -15)])),
     ("cuda_illegal_access_nccl", "n:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n" + raised(0, "RuntimeError: CUDA error: an illegal memory access was encountered", "torch/distributed/distributed_c10d.py")),
+    # ---- packages, compilers, other languages
+    ("wrong_arch", "ptxas fatal   : Value 'sm_120' is not defined for option 'gpu-name'"),
+    ("no_c_compiler", raised(None, "FileNotFoundError: [Errno 2] No such file or directory: '/usr/lib/python3/site-packages/triton/backends/nvidia/bin/ptxas'")),
+    ("no_c_compiler", raised(None, "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.")),
+    ("library_mismatch", raised(None, "deepspeed.ops.op_builder.builder.CUDAMismatchException: >- DeepSpeed Op Builder: Installed CUDA version 12.1 does not match the version torch was compiled with 11.8")),
+    ("library_mismatch", "OMP: Error #15: Initializing libiomp5.so, but found libomp.so already initialized."),
+    ("missing_module", raised(None, "ImportError: Using `load_in_8bit=True` requires Accelerate: `pip install accelerate`")),
+    ("docker_no_gpu_runtime", raised(None, "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU")),
+    ("host_oom", STEPS + "memory allocation of 34359738368 bytes failed\nAborted (core dumped)"),
+    ("host_oom", STEPS + "slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed."),
+    ("segfault", STEPS + "free(): invalid pointer\nAborted (core dumped)"),
+    ("segfault", STEPS + "train.sh: Zeile 3:  4121 Speicherzugriffsfehler  python train.py"),
+    ("sigkill_unknown", STEPS + "train.sh: Zeile 3:  4121 Getötet                 python train.py"),
+    ("disk_full", STEPS + raised(1, "OSError: [Errno 28] Auf dem Gerät ist kein Speicherplatz mehr verfügbar: '/out/a.pt'")),
+    ("disk_full", STEPS + raised(0, "RuntimeError: [enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/7: file write failed")),
+    ("disk_full", STEPS + raised(0, "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")),
+    ("network_reset", STEPS + raised(1, "OSError: [Errno 107] Transport endpoint is not connected: '/mnt/s3/a'")),
+    ("network_reset", STEPS + raised(1, "OSError: [Errno 116] Stale file handle: '/mnt/data/a.bin'")),
+    ("network_reset", "Cloning into 'b'...\nfatal: unable to access 'https://github.com/a/b/': Could not resolve host: github.com"),
+    ("sigterm_external", STEPS + raised(1, PEER) + table(0, -2, [(1, 1)])),
     ("unknown", raised(1, PEER)),
     ("unknown", ""),
 ]  # fmt: skip
 
 
 RETRYING = "WARNING - 429 Client Error: Too Many Requests, retrying in 5 s\n"
+ACCELERATE = "subprocess.CalledProcessError: Command '['/usr/bin/python', 'train.py']' returned non-zero exit status 1."
 STORE = "torch.distributed.DistBackendError: [{0}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer."
 
 STRUCTURE = {
@@ -193,6 +214,51 @@ STRUCTURE = {
     "NCCL's last error": (
         raised(1, "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, invalid usage\nncclInvalidUsage: This usually reflects invalid usage.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000"),
         "duplicate_gpu", 1, "Duplicate GPU",
+    ),
+    "a panic of Rust": (
+        STEPS + "\nthread '<unnamed>' (4121) panicked at tokenizers/src/tokenizer/mod.rs:744:9:\nindex out of bounds: the len is 3 but the index is 7\n" + raised(None, "pyo3_runtime.PanicException: index out of bounds: the len is 3 but the index is 7"),
+        "user_exception", None, "panicked at tokenizers",
+    ),
+    "a panic of Go": ("panic: runtime error: index out of range [3] with length 3\n\ngoroutine 1 [running]:\nmain.main()\n\t/app/main.go:9 +0x1d\nexit status 2\n", "user_exception", None, "panic: runtime error"),
+    "mpirun's last word": (
+        STEPS + "Primary job  terminated normally, but 1 process returned\na non-zero exit code.\nmpirun noticed that process rank 1 with PID 0 on node n1 exited on signal 9 (Killed).\n",
+        "sigkill_unknown", 1, "exited on signal 9",
+    ),
+    "srun's last word": (STEPS + raised(None, "KeyError: 'labels'") + "srun: error: n1: task 0: Exited with exit code 1\n", "user_exception", None, "KeyError"),
+    "accelerate's last word": (STEPS + raised(None, "ValueError: bad") + raised(None, ACCELERATE, "accelerate"), "user_exception", None, "ValueError"),
+    "accelerate's only word": (STEPS + raised(None, ACCELERATE, "accelerate"), "user_exception", None, "CalledProcessError"),
+    "Lightning's last word": (
+        STEPS + raised(1, "ValueError: bad") + "[rank: 1] Child process with PID 4126 terminated with code 1. Forcefully terminating all other processes to avoid zombies\n",
+        "user_exception", 1, "ValueError",
+    ),
+    "a group in a group": (
+        STEPS + '  + Exception Group Traceback (most recent call last):\n  |   File "/w/a.py", line 1, in <module>\n  | ExceptionGroup: outer (2 sub-exceptions)\n'
+        '  +-+---------------- 1 ----------------\n    | Exception Group Traceback (most recent call last):\n    |   File "/w/a.py", line 9, in g\n    | ExceptionGroup: inner (1 sub-exception)\n'
+        '    +-+---------------- 1 ----------------\n      | Traceback (most recent call last):\n      |   File "/w/data.py", line 7, in read\n      | ValueError: bad magic\n      +------------------------------------\n'
+        "    +---------------- 2 ----------------\n    | OSError: [Errno 28] No space left on device\n    +------------------------------------\n",
+        "user_exception", None, "ValueError: bad magic",
+    ),
+    "a child that was sent too little": (
+        STEPS + raised(None, "EOFError: Ran out of input", "usr/lib/python3.11/multiprocessing/spawn.py") + raised(None, "AttributeError: Can't get local object 'main.<locals>.collate'"),
+        "user_exception", None, "Can't get local object",
+    ),
+    "a traceback that a destructor leaves": (
+        STEPS + "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n" + raised(None, "AssertionError: can only test a child process") + raised(None, "KeyError: 'labels'"),
+        "user_exception", None, "KeyError",
+    ),
+    "what a compiler quotes": (
+        STEPS + raised(None, "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: Triton Error [CUDA]: device kernel image is invalid\n\nSet TORCH_LOGS for more"),
+        "user_exception", None, "RuntimeError: Triton Error",
+    ),
+    "chatter before the error": (
+        "E0000 00:00:1700000000.1 77 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN\nfatal: not a git repository (or any of the parent directories): .git\n"
+        "ERROR: pip's dependency resolver does not currently take into account all the packages that are installed.\nA module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.1.0 as it may crash.\n"
+        "[W socket.cpp:697] [c10d] The client socket has failed to connect to [localhost]:29500 (errno: 97 - Address family not supported by protocol).\nbash: nvidia-smi: command not found\n"
+        + raised(2, "ZeroDivisionError: division by zero"),
+        "user_exception", 2, "ZeroDivisionError",
+    ),
+    "a command of the script": (
+        STEPS + "rsync: connection unexpectedly ended\n" + raised(1, "subprocess.CalledProcessError: Command '['rsync', 'a', 'b']' returned non-zero exit status 12.") + raised(0, PEER), "user_exception", 1, "CalledProcessError",
     ),
     "a fake table": (
         raised(1, "ValueError: bad") + "[rank0]:   rank      : 0 (local_rank: 0)\n[rank0]:   exitcode  : -9 (pid: 1)\n", "user_exception", 1, "ValueError",

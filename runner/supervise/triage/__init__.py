@@ -6,8 +6,8 @@ chosen while anything better is there. Torchrun itself always exits 1, and what 
 the root cause is only the first it noticed.
 
 `sources` finds the files, `lines` reads them within bounds, `table` and `signs` recognise single
-lines, `evidence` reads their structure, `choose` decides (with `silence` where nobody says the cause,
-`hung` where the supervisor ended it, `full` where the disk kept all of them from a word, and `refine` where numbers do), `meanings` explains, `telling` says it in one line.
+lines, `tracebacks` reads those, `evidence` the structure of all, `choose` decides (with `silence` where nobody says the cause,
+`hung` where the supervisor ended it, `full` where the disk kept all of them from a word, and `refine` where numbers do), `meanings` explains, and `advice` a single error, `telling` says it in one line.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from pathlib import Path
 
 from runner.facts import Diagnosis, Exit
 from runner.supervise.recorder import compare, read_dumps
-from runner.supervise.triage.choose import choose, diagnose
+from runner.supervise.triage.advice import advise
+from runner.supervise.triage.choose import choose, diagnose, words_about
 from runner.supervise.triage.evidence import gather
-from runner.supervise.triage.full import DISK_FULL, is_full, tell_full
+from runner.supervise.triage.full import DISK_FULL, is_full, tell_full, weigh_disk
 from runner.supervise.triage.hung import explain, read_hang
+from runner.supervise.triage.silence import exited
 from runner.supervise.triage.sources import attempt_folder, find_sources, read_kills, read_source
 from runner.supervise.triage.telling import tell
 
@@ -38,11 +40,16 @@ def first_error(path: Path, ended: Exit | None = None, *, free_bytes: int | None
     lines = (read_source(source, index) for index, source in enumerate(sources))
     kept = list(lines) if hang else None  # a hang leaves little, and it is read twice
     seen = gather(kept or lines)
+    seen.ranks |= {source.rank for source in sources if source.rank is not None}
     seen.kills = read_kills(root)
     seen.recorded = compare(read_dumps(root))
     seen.launcher_code = ended.code if ended else None
     chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
     if chosen.label == "unknown" and free_bytes is not None and is_full(free_bytes):
         chosen, told = DISK_FULL, tell_full(path, free_bytes)
+    elif chosen.label == "unknown":
+        chosen = exited(chosen, seen)
+    chosen = weigh_disk(chosen, free_bytes)
     files = [source.path for source in sources]
-    return replace(diagnose(chosen), summary=told or tell(chosen, seen, files=files, folder=root, ended=ended))
+    found = advise(diagnose(chosen), words_about(chosen, seen))
+    return replace(found, summary=told or tell(chosen, seen, files=files, folder=root, ended=ended))

@@ -41,6 +41,8 @@ def choose(seen: Evidence) -> Chosen:
         return _named(best, suspects, seen)
     if best is not None and best.kind is Kind.DEATH:
         return silence.died(best, seen)
+    if best is not None and best.kind is Kind.CALLED:
+        return _named(best, suspects, seen)
     return (
         silence.stalled(seen, suspects)
         or silence.waited(seen)
@@ -67,6 +69,15 @@ def diagnose(chosen: Chosen) -> Diagnosis:
     )
 
 
+def words_about(chosen: Chosen, seen: Evidence) -> str:
+    """The error, the rest of its message, the statement that raised it; of a hub's answer also what came of it."""
+    known = seen.suspect(chosen.line)
+    if known is None:
+        return chosen.text
+    more = " ".join(s.line.text for s in seen.suspects) if chosen.label.startswith("hf_") else ""
+    return f"{known.line.text} {known.detail} {known.statement} {more}"
+
+
 def _best(suspects: Sequence[Suspect]) -> Suspect | None:
     """Nearest to the cause, then the most exact, then the earliest."""
     families = _families(suspects)
@@ -89,7 +100,9 @@ def _earlier_error(best: Suspect, real: Sequence[Suspect]) -> Suspect | None:
 
 
 def _last_of_rank(best: Suspect, real: Sequence[Suspect]) -> Suspect:
-    """What a rank says last is what ended it, where its lines can be told from others'."""
+    """What a rank says last is what ended it, where its lines can be told from others'; not what follows from a thread's end."""
+    if best.in_thread:
+        return best
     mine = [s for s in real if s.kind is Kind.ERROR and s.ended and s.line.prefix == best.line.prefix]
     return mine[-1] if mine and best.line.prefix else best
 

@@ -18,7 +18,8 @@ from typing import Final
 from runner.supervise.recorder import Recorded
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.signs import SIGNS
-from runner.supervise.triage.table import ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
+from runner.supervise.triage.table import CONTEXTS, ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
+from runner.supervise.triage.tracebacks import EXCEPTION, FRAME, GROUP, LIBRARY, TRACEBACK, WRAPPER, Beyond, Traceback
 
 _FAMILIAR: Final = 20  # times a line may come, numbers aside, before it is no news
 _END: Final = 500  # lines at the end are always news
@@ -28,22 +29,17 @@ _NO_DIGITS: Final = str.maketrans("", "", "0123456789")
 _MANY_STEPS: Final = 3  # lines of progress after an error that show it was handled
 _DEADLY: Final = frozenset({-4, -7, -8, -9, -11})  # signals that end a rank without a word
 
-_TRACEBACK: Final = "Traceback (most recent call last)"
-_LAST_ERROR: Final = "Last error:"
-_FRAME: Final = re.compile(r'^\s*File ".*", line \d+, in ')
-_IN_COLLECTIVE: Final = re.compile(r"torch/distributed/|deepspeed/comm|torch/nn/parallel/distributed")
-_AT: Final = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
-_LIBRARY: Final = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
+_NEXT_LINE: Final = re.compile(r"^(?:Last error:\s*|╭─+ Error ─+╮?)$")  # says what it is
+_PANIC: Final = re.compile(r"^(?:thread '.*' (?:\(\d+\) )?panicked at |panic: )")
 _WATCHED: Final = "Stack trace of the failed collective"
 _WATCHED_FRAME: Final = re.compile(r"^#\d+ (?P<name>\S+) from (?P<file>.+):(?P<line>\d+)$")
 _CLOSED: Final = re.compile(r"Sending process \d+ closing signal")
-_EXCEPTION: Final = re.compile(
-    r"^(?!INFO|WARNING|ERROR|DEBUG)(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error|herror)(?::\s|:$|$)"
-)
 _NAMED_ERROR: Final = re.compile(r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Interrupt)(?::|$)")
 _OTHER_ERROR: Final = re.compile(
     r"^\S*python\S*: (?:can't open file|No module named|Error while finding module) |^\S+: error: |"
-    r"^vramfarm-runner: cannot start |^(?:.*\[runner\] )?.*setup step .* exit code (?!0)|^fatal error: "
+    r"^vramfarm-runner: cannot start |^(?:.*\[runner\] )?.*setup step .* exit code (?!0)|^fatal error: |"
+    r"^thread '.*' (?:\(\d+\) )?panicked at |^panic: |^Could not override '|^fatal: (?:unable|could not|repository|Authentication)|"
+    r"Permission denied \(publickey|^Host key verification|^ERROR: (?:Failed |Could not |Cannot |Exception:|Invalid requirement|THESE PACKAGES)"
 )
 PROGRESS: Final = re.compile(
     r"(?i)^(?!.*(?:tokeniz|\bmap\b|download|loading|fetching|generating|grouping|packing|filter)).*?"
@@ -55,7 +51,9 @@ _QUIET: Final = re.compile(
 _TOLD: Final = re.compile(r"^\[(?:runner|host|startup-check)\] ")  # by the supervisor, not by a rank
 _CHECK: Final = "[startup-check] "  # of the machine, before any rank
 _EXACT: Final = 3
+_OF_PEERS: Final = "network_reset"  # a connection that a peer closed is none to the outside
 _EARLIER: Final = re.compile(r"\b(?:previous|earlier|last) attempt|attempt \d+ (?:ended|was killed)")
+_CRASH: Final = re.compile(r"^Fatal Python error: ")
 _FINAL: Final = re.compile(r"NVRM: |Fatal Python error")  # nobody survives it, whoever prints after it
 _TEARDOWN: Final = re.compile(r"closing signal SIG|failed \(exitcode: |ChildFailedError|Killing subprocess")
 _FAILED: Final = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
@@ -63,7 +61,9 @@ _TABLE_RANK: Final = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)
 _TABLE_CODE: Final = re.compile(r"^\s*exitcode\s*: (?P<code>-?\d+) ")
 _RETURNED: Final = re.compile(
     r"exits with return code = (?P<signal>-\d+)|(?:exited with|exit) code (?P<shell>13[2-9])\b|"
-    r"(?:terminated with signal |died with <Signals\.)(?P<name>SIG[A-Z]+)|OOMKilled=(?P<oom>true)"
+    r"(?:terminated with signal |died with <Signals\.)(?P<name>SIG[A-Z]+)|OOMKilled=(?P<oom>true)|"
+    r"process rank (?P<mpi>\d+) with PID \d+ on node \S+ exited on signal (?P<number>\d+)|"
+    r": \w+ \d+: +\d+ (?P<killed>Killed|Getötet|Tué|Ucciso|Matado)\b"
 )
 
 
@@ -78,6 +78,11 @@ class Suspect:
     ended: bool = False
     in_collective: bool = False  # raised while waiting for others
     place: str = ""  # of such a wait: the script's line, and the collective
+    at: str = ""  # the script's line, as file:number
+    statement: str = ""  # what stands there
+    detail: str = ""  # the rest of the message
+    before: str = ""  # what was printed last before it
+    in_thread: bool = False
     chain: int = 0  # tracebacks that were raised out of each other
     during: bool = False  # raised while another was handled
     code: int = 0  # of a death: minus the signal
@@ -122,6 +127,11 @@ class Evidence:
     kills: Kills | None = None  # for want of memory
     recorded: Recorded = field(default_factory=Recorded)  # by NCCL's flight recorder
     launcher_code: int | None = None
+    words: LogLine | None = None  # the last that were printed, and say nothing of an error
+
+    def suspect(self, line: LogLine | None) -> Suspect | None:
+        """What is known of a line that was chosen."""
+        return next((s for s in self.suspects if line is not None and s.line is line), None)
 
     @property
     def first_failed(self) -> int | None:
@@ -142,7 +152,9 @@ class _Reader:
 
     def __init__(self, seen: Evidence) -> None:
         self._seen = seen
-        self._tracebacks: dict[str, _Traceback] = {}
+        self._tracebacks: dict[str, Traceback] = {}
+        self._beyond: dict[str, tuple[LogLine, Beyond]] = {}  # by prefix: the last error, and what follows it
+        self._words: LogLine | None = None  # the last that were no progress and no part of a traceback
         self._shapes: dict[str, int] = {}
         self._suspects: list[Suspect] = []
         self._waits: list[Waited] = []
@@ -150,7 +162,7 @@ class _Reader:
         self._steps: list[int] = []
         self._teardowns: list[int] = []
         self._row: int | None = None
-        self._after_last_error = False
+        self._says_next = False
         self._watched: dict[str, int | None] = {}  # by prefix: the rank whose watchdog prints a stack
         self._chain = 0
 
@@ -158,6 +170,7 @@ class _Reader:
         for at, line in enumerate(lines):
             self._line(line, is_news=self._is_new(line) or at >= len(lines) - _END)
         self._keep_first_attempt()
+        self._seen.words = self._words or self._seen.words
 
     def _is_new(self, line: LogLine) -> bool:
         """Logs repeat themselves; what came often is not looked at again."""
@@ -211,9 +224,13 @@ class _Reader:
         code = int(match["signal"] or 0) or (128 - int(match["shell"]) if match["shell"] else 0)
         if match["name"]:
             code = -getattr(signal, match["name"], 0)
-        if code in _DEADLY or match["oom"]:
-            self._add(line, Kind.DEATH, code=code or -int(signal.SIGKILL))
-        return code in _DEADLY or bool(match["oom"])
+        if match["mpi"]:
+            line, code = replace(line, rank=int(match["mpi"])), -int(match["number"])
+        if is_killed := bool(match["oom"] or match["killed"]):
+            code = code or -int(signal.SIGKILL)
+        if code in _DEADLY:
+            self._add(line, Kind.DEATH, code=code)
+        return code in _DEADLY or is_killed
 
     def _ended(self, rank: int, code: int, line: LogLine) -> None:
         self._seen.ranks.add(rank)
@@ -245,7 +262,7 @@ class _Reader:
         match = _WATCHED_FRAME.match(line.text)
         if match is None or line.prefix not in self._watched:
             return False
-        if not _LIBRARY.search(match["file"]):
+        if not LIBRARY.search(match["file"]):
             self._place(self._watched.pop(line.prefix), f"{match['file']}:{match['line']}")
         return True
 
@@ -255,21 +272,35 @@ class _Reader:
             self._waits[at] = replace(self._waits[at], place=place)
 
     def _in_traceback(self, line: LogLine, *, is_news: bool) -> bool:
-        """True if the line stands in a traceback or ends one."""
+        """True if the line stands in a traceback, or ends one, or belongs to the error that did."""
         text = line.text
-        state = self._tracebacks.setdefault(line.prefix, _Traceback())
-        if _TRACEBACK in text or (not state.open and _FRAME.match(text)):
-            self._begin(state, original="Original " in text)
+        state = self._tracebacks.setdefault(line.prefix, Traceback())
+        if line.prefix in self._beyond and self._after_error(line):
+            return True
+        state.announces(text)
+        if state.in_group and self._in_group(line, state, is_news=is_news):
+            return True
+        return self._begins(line, state) or (state.open and self._in_open(line, state, is_news=is_news))
+
+    def _begins(self, line: LogLine, state: Traceback) -> bool:
+        """True if a traceback begins here, or will, that another one led to."""
+        text = line.text
+        if TRACEBACK in text or GROUP.search(text) or (not state.open and FRAME.match(text)):
+            self._begin(line, state, original="Original " in text)
             return True
         if "During handling of the above exception" in text or "direct cause of the following" in text:
             state.linked, state.during = True, "During" in text
             return True
-        if not state.open:
-            return False
-        if text[:1] in {" ", "\t", "│", "╭", "╰"} or not text:
+        return False
+
+    def _in_open(self, line: LogLine, state: Traceback, *, is_news: bool) -> bool:
+        text = line.text
+        if state.is_inside(text):
             state.see(text)
             return True
-        if not _EXCEPTION.match(text):
+        if WRAPPER.search(text):
+            return True
+        if not EXCEPTION.match(text):
             state.strangers += 1
             state.open = state.strangers < _MANY_STEPS
             return False
@@ -278,20 +309,56 @@ class _Reader:
             self._exception(line, state)
         return True
 
-    def _begin(self, state: _Traceback, *, original: bool) -> None:
+    def _begin(self, line: LogLine, state: Traceback, *, original: bool) -> None:
         if not state.linked and not original:
             self._chain += 1
             state.chain, state.during = self._chain, False
-        state.open, state.linked, state.in_collective, state.strangers = True, False, False, 0
-        state.own = state.operation = ""
+        state.linked = False
+        said = self._words
+        state.begin(line.text, said.text if said and said.rank in {None, line.rank} else "")
+        if FRAME.match(line.text):
+            state.see(line.text)
 
-    def _exception(self, line: LogLine, state: _Traceback) -> None:
+    def _in_group(self, line: LogLine, state: Traceback, *, is_news: bool) -> bool:
+        """Of a group the first exception that has no exceptions of its own is the error; the others came beside it."""
+        text = state.peel(line.text)
+        if text is None:
+            state.in_group = state.open = False
+            return False
+        if state.is_inside(text) or TRACEBACK in text:
+            state.see(text)
+        elif EXCEPTION.match(text) and not state.has_leaf and is_news:
+            state.has_leaf = not ECHO.search(text)
+            self._exception(replace(line, text=text), state)
+        return True
+
+    def _after_error(self, line: LogLine) -> bool:
+        """True if the line is of the stack that a compiler prints below its error: where in the user's code it was."""
+        told, beyond = self._beyond[line.prefix]
+        had = (beyond.detail, beyond.spot.own, beyond.spot.statement)
+        is_part = beyond.see(line.text)
+        if had != (beyond.detail, beyond.spot.own, beyond.spot.statement):
+            self._amend(told, beyond)
+        if beyond.is_over or (not beyond.is_stack and TRACEBACK in line.text):
+            del self._beyond[line.prefix]
+        return is_part
+
+    def _amend(self, line: LogLine, beyond: Beyond) -> None:
+        at = next((at for at in reversed(range(len(self._suspects))) if self._suspects[at].line is line), None)
+        if at is not None:
+            known = replace(self._suspects[at], detail=beyond.detail)
+            spot = beyond.spot
+            self._suspects[at] = replace(known, at=spot.at, statement=spot.statement) if spot.own else known
+
+    def _exception(self, line: LogLine, state: Traceback) -> None:
         if NOISE.search(line.text):
             return
-        kind, label, weight = recognise(line.text) or (Kind.ERROR, "user_exception", 1)
+        kind, label, weight = _in_context(line.text, state)
         if kind is Kind.WAIT:
             self._waited(line, state.place)
             return
+        if not state.in_group:
+            self._beyond[line.prefix] = line, Beyond(line.text)
         self._add(
             line,
             kind,
@@ -300,21 +367,29 @@ class _Reader:
             ended=True,
             in_collective=state.in_collective,
             place=state.place,
+            at=state.at,
+            statement=state.statement,
+            before=state.before,
+            in_thread=state.in_thread,
             chain=state.chain,
             during=state.during,
         )
 
     def _ordinary(self, line: LogLine, *, told: bool) -> None:
-        text, said = line.text, self._after_last_error
-        self._after_last_error = text.rstrip() == _LAST_ERROR
+        text, said = line.text, self._says_next
+        self._says_next = bool(_NEXT_LINE.match(text))
         if (told and _EARLIER.search(text)) or not text:
             return
+        self._words = self._words if PROGRESS.search(text) or self._says_next else line
         found = recognise(text)
+        if _CRASH.search(text) or _PANIC.match(text):
+            self._beyond[line.prefix] = line, Beyond(text, is_stack=not _PANIC.match(text))
         if found is None:
             named = _NAMED_ERROR.match(text)
             if NOISE.search(text):
                 return
             if (named or _OTHER_ERROR.search(text) or said) and not told:
+                line = replace(line, text=text.strip("│ ")) if said else line
                 self._add(line, Kind.ERROR, label="user_exception", weight=1, ended=bool(named))
             return
         kind, label, weight = found
@@ -381,43 +456,28 @@ class _Reader:
         return survived >= _MANY_STEPS
 
 
-@dataclass(slots=True)
-class _Traceback:
-    """How far the traceback of one rank is read."""
-
-    open: bool = False
-    linked: bool = False
-    during: bool = False
-    in_collective: bool = False
-    strangers: int = 0  # lines of others in between
-    chain: int = 0
-    own: str = ""  # the last line of the script
-    operation: str = ""  # the first function of torch.distributed
-
-    def see(self, text: str) -> None:
-        """Frames come from the outermost on."""
-        is_of_torch = _IN_COLLECTIVE.search(text) is not None
-        self.in_collective = self.in_collective or is_of_torch
-        if not (match := _AT.match(text)):
-            return
-        if not _LIBRARY.search(match["file"]):
-            self.own, self.operation = f"{match['file']}:{match['line']}", ""
-        elif is_of_torch and match["name"] != "wrapper":
-            self.operation = self.operation or match["name"]
-
-    @property
-    def place(self) -> str:
-        """Where a rank waits for others: those who wait for each other are at the same place."""
-        return f"{self.own} {self.operation}" if self.in_collective else ""
-
-
 def recognise(text: str) -> tuple[Kind, str, int] | None:
     """What a line means by itself."""
     if NOISE.search(text):
         return None
     row = next((row for row in ROWS if row.pattern.search(text)), None)
+    if row and row.kind is Kind.CALLED:
+        return row.kind, row.label, row.weight
     if ECHO.search(text):
-        return Kind.ECHO, row.label if row else "", 0
+        return Kind.ECHO, row.label if row and row.label != _OF_PEERS else "", 0
     if any(pattern.search(text) for _, pattern in WAITS):
         return Kind.WAIT, "", 0
     return (row.kind, row.label, row.weight) if row else None
+
+
+def _in_context(text: str, state: Traceback) -> tuple[Kind, str, int]:
+    """What ends a traceback, by itself and by where it was raised."""
+    if state.aside:
+        return Kind.ECHO, "", 0
+    found = recognise(text) or (Kind.ERROR, "user_exception", 1)
+    if found[0] is Kind.CALLED and not state.is_of_script:
+        return Kind.ECHO, "", 0
+    for context in CONTEXTS:
+        if context.words.search(text) and context.frames.search(state.frames):
+            return context.kind, context.label, context.weight
+    return found

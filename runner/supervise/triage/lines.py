@@ -8,13 +8,14 @@ like an error are kept; between beginning and end only a few long words are look
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from runner.supervise.logs import clean
 
@@ -28,6 +29,20 @@ _END: Final = 256 << 10
 _MAX_HITS: Final = 48  # from the beginning of a part, and as many from its end
 MAX_LINE_BYTES: Final = 64 << 10
 _MAX_TEXT: Final = 2_000  # of a line, for recognition
+_MAX_PARTS: Final = 400  # of a line of JSON
+_TEXTS: Final = (
+    "text",
+    "message",
+    "msg",
+    "event",
+    "error",
+    "exc_info",
+    "exception",
+    "traceback",
+    "stack_trace",
+    "stack",
+)
+_MILD: Final = frozenset({"DEBUG", "INFO", "WARN", "WARNING"})
 
 _WORDS: Final = (
     b"Traceback (most recent call last)",
@@ -68,17 +83,19 @@ class LogLine:
     text: str  # without escapes, progress bar and prefixes; what is indented stays so
     rank: int | None
     prefix: str  # whose lines belong together
+    part: int = 0  # of a line of JSON, which holds a text of several
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self.source, self.number
+    def place(self) -> tuple[int, int, int]:
+        return self.source, self.number, self.part
 
 
 def read_lines(path: Path, source: int = 0, rank: int | None = None) -> list[LogLine]:
     """Return what is kept of a file, in order; a file that is gone or cannot be read has no lines."""
     try:
         with path.open("rb") as file:
-            return [parse_line(raw, source, number, rank) for number, raw in _read(file)]
+            lines = (parse_line(raw, source, number, rank) for number, raw in _read(file))
+            return [part for line in lines for part in unfold(line)]
     except OSError:
         return []
 
@@ -101,6 +118,38 @@ def parse_line(raw: bytes, source: int, number: int, rank: int | None) -> LogLin
     who = next((r for r in (rank, prefix_rank, said) if r is not None), None)
     whole = raw.removesuffix(b"\r").decode(errors="replace")
     return LogLine(source, number, whole, text, who, prefix or ("" if rank is None else f"file of {rank}"))
+
+
+def unfold(line: LogLine) -> Iterator[LogLine]:
+    """A line of JSON as the lines of the texts in it: a logger's message, and the traceback that goes with it."""
+    start = line.raw.find('{"')
+    told = _object(line.raw[start:]) if line.text.startswith('{"') and _SUSPECT.search(line.raw.encode()) else None
+    texts = [text for key in _TEXTS if told and (text := _text(told.get(key)))]
+    if told is None or not texts:
+        yield line
+        return
+    level = str(told.get("level") or told.get("levelname") or told.get("severity") or "").upper()
+    lead = f"{level}: " if level in _MILD else ""
+    rank = told.get("rank") if line.rank is None and isinstance(told.get("rank"), int) else line.rank
+    yield replace(line, text=json.dumps({key: value for key, value in told.items() if not isinstance(value, str)}))
+    parts = [clean(part.encode())[:_MAX_TEXT] for text in texts for part in text.splitlines()]
+    for number, part in enumerate(parts[:_MAX_PARTS], 1):
+        yield replace(line, text=part if number > 1 else lead + part, rank=rank, part=number)
+
+
+def _object(raw: str) -> dict[str, Any] | None:
+    try:
+        told = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def _text(value: object) -> str:
+    """Structured tracebacks (a list of exceptions, the outermost last) as Python would end them."""
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "exc_type" in value[0]:
+        return f"Traceback (most recent call last):\n{value[0]['exc_type']}: {value[0].get('exc_value', '')}"
+    return value if isinstance(value, str) else ""
 
 
 def _most_telling(raw: bytes) -> bytes:

@@ -18,6 +18,9 @@ _LEAK_FACTOR: Final = 1.3  # memory grew by so much with the steps
 _UNITS: Final = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OTHERS: Final = re.compile(r"Process \d+ has ([\d.]+) ([KMG])iB memory in use")
 _OLD_TOTAL: Final = re.compile(r"\(GPU \d+; ([\d.]+) ([KMG])iB total capacity; ([\d.]+) ([KMG])iB already allocated")
+_IMPOSSIBLE: Final = 1 << 43  # bytes: no machine that anybody rents has so much
+_ASKED: Final = re.compile(r"tried to allocate (\d+) bytes")
+_ASKED_NUMPY: Final = re.compile(r"Unable to allocate ([\d.]+) [PEZY]iB|Tried to allocate more than 1EB")
 _XID: Final = re.compile(r"Xid \(PCI:[^)]*\): (\d+),")
 _BROKEN_COMMANDS: Final = re.compile(r"Xid \(PCI:[^)]*\): (?:32|11|25|69|80),")
 _UNCONTAINED: Final = {"48", "95", "140", "171", "172"}
@@ -35,6 +38,7 @@ class Chosen:
     confidence: str = "high"
     decision: Decision | None = None  # where it is not the label's usual one
     env: Mapping[str, str] | None = None  # the same
+    said: str = ""  # by us, before the line: it was not the rank's own
 
     @property
     def text(self) -> str:
@@ -100,11 +104,19 @@ def _port(chosen: Chosen, seen: Evidence) -> Chosen:
 
 def _host_memory(chosen: Chosen, seen: Evidence) -> Chosen:
     """Before the first step a second try would end in the same way; later it starts with less."""
+    if is_impossible(chosen.text):
+        return replace(chosen, label="user_exception")
     if worker := next((s.line for s in seen.suspects if s.label == "host_oom_worker"), None):
         return replace(chosen, label="host_oom_worker", line=worker, rank=worker.rank or chosen.rank)
     if _grew(seen.memory_gb):
         return replace(chosen, label="host_oom_leak")
     return chosen if seen.progress else replace(chosen, decision=Decision.GIVE_UP_USER)
+
+
+def is_impossible(text: str) -> bool:
+    """A size that nobody has memory for was computed wrong."""
+    asked = _ASKED.search(text)
+    return _ASKED_NUMPY.search(text) is not None or (asked is not None and int(asked[1]) > _IMPOSSIBLE)
 
 
 def _grew(amounts: Sequence[float]) -> bool:

@@ -4,6 +4,7 @@ When nobody says the cause: who died without a word, who hung, who waited for wh
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +14,15 @@ from typing import Final
 from runner.supervise.triage.evidence import Evidence, Suspect, Waited
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen, refine
-from runner.supervise.triage.table import Kind
+from runner.supervise.triage.table import CALLED, Kind
 
 _FIRST_COLLECTIVES: Final = 16  # a transfer that never worked fails among these
 _CLOCK_FACTOR: Final = 3  # a time-out that ran so much longer than its limit saw a clock jump
 _CRASHES: Final = frozenset({-int(signal.SIGSEGV), -int(signal.SIGILL)})
+_ASKED: Final = frozenset({-int(signal.SIGINT), -int(signal.SIGHUP)})  # to end, by somebody
 _TERMINATED: Final = -int(signal.SIGTERM)  # in torchrun's table: it ended that rank itself
+_OWN_END: Final = re.compile(r"terminate called|^\s+what\(\):|Fatal Python error: Aborted")
+_WHAT: Final = "what():"
 _ALL_END_TOGETHER: Final = {
     "ALLREDUCE",
     "ALLGATHER",
@@ -102,10 +106,21 @@ def _left_early(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
     """Who is not in the table, and was not ended by the launcher, exited with 0. A newer table lists those that were ended, too."""
     if not suspects or not seen.exits or (seen.num_closed and _TERMINATED not in seen.exits.values()):
         return None
-    left = (seen.ranks | set(range(max(seen.exits)))) - set(seen.exits)
-    if len(left) != 1:
+    left = sorted((seen.ranks | set(range(max(seen.exits)))) - set(seen.exits))
+    if not left:
         return None
-    return Chosen(label="uneven_data", line=suspects[0].line, rank=left.pop(), confidence="low")
+    who = f"rank {left[0]}" if len(left) == 1 else f"ranks {', '.join(map(str, left))}"
+    return Chosen(
+        label="uneven_data",
+        line=suspects[0].line,
+        rank=left[0] if len(left) == 1 else None,
+        confidence="low",
+        said=f"{who} left with exit code 0 while others went on; {_by(suspects[0].line)}",
+    )
+
+
+def _by(line: LogLine) -> str:
+    return "the first to notice" if line.rank is None else f"the first to notice, rank {line.rank}"
 
 
 def last_resort(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen:
@@ -116,9 +131,50 @@ def last_resort(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen:
     for rank, code in seen.exits.items():
         if code < 0 and code != _TERMINATED:
             killed = Chosen(label="sigkill_unknown", line=seen.exit_lines[rank], rank=rank, confidence="low")
-            return refine(replace(killed, label="segfault"), seen) if code == -signal.SIGABRT else killed
+            if code in _ASKED:
+                return replace(killed, label="sigterm_external")
+            return _aborted(killed, seen, suspects) if code == -signal.SIGABRT else killed
+    if by_code := _by_code(seen, suspects):
+        return by_code
+    if called := next((s for s in suspects if CALLED.search(s.line.text)), None):
+        return Chosen(label="user_exception", line=called.line, rank=called.line.rank, confidence="medium")
     noticed = next((s.line for s in suspects if s.line.rank is not None), suspects[0].line if suspects else None)
     return Chosen(label="unknown", line=noticed, rank=noticed.rank if noticed else None, confidence="low")
+
+
+def exited(chosen: Chosen, seen: Evidence) -> Chosen:
+    """A program that no launcher speaks for, which ended by itself and named no error: its last words are all there is."""
+    code = seen.launcher_code or 0
+    if seen.words is None or seen.exits or seen.suspects or not 0 < code < 128:  # noqa: PLR2004  # beyond are signals
+        return chosen
+    said = f"exited with code {code} and no error; its last words"
+    return Chosen(label="user_exception", line=seen.words, confidence="medium", said=said)
+
+
+def _aborted(dead: Chosen, seen: Evidence, suspects: Sequence[Suspect]) -> Chosen:
+    """Native code that ends itself says why, if anybody does."""
+    own = [s.line for s in suspects if s.line.rank == dead.rank and _OWN_END.search(s.line.text)]
+    best = next((line for line in own if _WHAT in line.text), own[0] if own else dead.line)
+    confidence = "medium" if own else dead.confidence
+    return refine(replace(dead, label="segfault", line=best, confidence=confidence), seen)
+
+
+def _by_code(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
+    """Without a launcher of ranks, the program itself ended so; a shell adds 128."""
+    code = seen.launcher_code or 0
+    ended = 128 - code if 128 < code < 160 else code  # noqa: PLR2004  # signals
+    dead = Chosen(label="sigkill_unknown", confidence="medium")
+    if ended == -signal.SIGABRT:
+        return _aborted(dead, seen, suspects)
+    if suspects or ended >= 0:
+        return None
+    return (
+        refine(replace(dead, label="segfault"), seen)
+        if ended in _CRASHES
+        else dead
+        if ended == -signal.SIGKILL
+        else None
+    )
 
 
 def _in_collective(waits: Sequence[Waited], seen: Evidence) -> Chosen:

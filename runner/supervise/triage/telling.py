@@ -11,11 +11,13 @@ from typing import Final
 
 from runner.facts import Exit
 from runner.supervise.logs import find_streams, read_tail
-from runner.supervise.triage.evidence import Evidence, Kills
+from runner.supervise.triage.evidence import Evidence, Kills, Suspect
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
+from runner.supervise.triage.table import CALLED
 
-_NO_INPUT: Final = re.compile(r"EOFError: EOF when reading a line")
+_INNER: Final = re.compile(r"\bgot (?P<inner>\w*(?:Error|Exception)\(.*\))\s*$")  # as torch.compile quotes it
+_SAYS_LITTLE: Final = re.compile(r"^[\w.]+:?\s*$|^(?:SyntaxError|IndentationError|TabError|KeyError)\b|^torch\._")
 _MAX_MESSAGE: Final = 300
 _LINK: Final = re.compile(r"\bhttps?://\S+")  # nobody is sent to an address that a log names
 
@@ -30,17 +32,30 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
     if line is None:
         return f"{_only_code(ended)}; see {log}"
     code = next((code for rank, code in seen.exits.items() if seen.exit_lines[rank].place == line.place), None)
-    what = (
-        f"{_who(line, chosen.rank, log)}{_cut(line.text.strip())}{_asked(line.text)}"
-        if code is None
-        else f"{_silent(line, code, chosen)}{_last_words(folder, line.rank if chosen.rank is None else chosen.rank)}"
-    )
-    return f"{what}; see {log}"
+    if code is not None:
+        rank = line.rank if chosen.rank is None else chosen.rank
+        return f"{_silent(line, code, chosen)}{_last_words(folder, rank)}; see {log}"
+    who = f"{chosen.said}: " if chosen.said else _who(line, chosen.rank, log)
+    return f"{who}{_said(line, seen.suspect(line))}; see {log}"
 
 
-def _asked(text: str) -> str:
-    """Python's error for an answer that never comes says nothing of a question."""
-    return " (it asked for input, and nobody answers: use an option or a variable)" if _NO_INPUT.search(text) else ""
+def _said(line: LogLine, known: Suspect | None) -> str:
+    """The error, what else its message says, and the script's line that raised it."""
+    text = _cut(line.text.strip())
+    if known is None:
+        return text
+    inner = _INNER.search(known.detail)
+    detail = _cut(inner["inner"] if inner else known.detail)
+    told = f"{text}{' ' if text.endswith(':') else ': '}{detail}" if detail else text
+    told += f"; before it: {_cut(known.before.strip())}" if CALLED.search(text) and known.before else ""
+    return f"{told}{_at(known)}"
+
+
+def _at(known: Suspect) -> str:
+    if not known.at:
+        return ""
+    is_wanted = known.statement and _SAYS_LITTLE.search(known.line.text)
+    return f" ({known.at}{': ' + _cut(known.statement) if is_wanted else ''})"
 
 
 def _out_of_memory(chosen: Chosen, kills: Kills) -> str:
