@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from vramfarm import folder, image, protocol, writing
 from vramfarm.arenas import Arenas
-from vramfarm.orders import Orders
+from vramfarm.orders import Orders, say
 from vramfarm.protocol import ControlPage, Reason, Slot
 
 ALGORITHM: Final = "crc32"
@@ -60,7 +60,16 @@ class SaveError(Exception):
 class Committer:
     """Writes and commits. `shards_s`: of the save that was written last, how long the shards took."""
 
-    def __init__(self, orders: Orders, page: ControlPage, arenas: Arenas, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        orders: Orders,
+        page: ControlPage,
+        arenas: Arenas,
+        pool: ThreadPoolExecutor,
+        *,
+        late_s: float = protocol.LATE_S,
+    ) -> None:
+        self._late_s = late_s
         self._orders = orders
         self._page = page
         self._arenas = arenas
@@ -219,11 +228,16 @@ class Committer:
     def _windows(self, step: int, rank: int, staged: Staged) -> Iterator[memoryview]:
         """Yield the window each time that the rank has filled it, and let the rank go on when it is written."""
         get = self._page.get
-        owner = (get(rank, Slot.PID), get(rank, Slot.STARTED))
+        owner, is_told = (get(rank, Slot.PID), get(rank, Slot.STARTED)), False
         for number in itertools.count():
+            began = time.monotonic()
             while get(rank, Slot.WINDOWS) <= number:
                 if get(rank, Slot.VOID_STEP) == step or protocol.process_started(owner[0]) != owner[1]:
                     raise SaveError(f"rank {rank} ended, or gave up, before its state was staged")
+                if not is_told and time.monotonic() - began > self._late_s:
+                    is_told = True
+                    self._page.set_error(why := late(self._page, step, rank))
+                    say(why)
                 time.sleep(_BUSY_S)
             yield staged.memory[: staged.window_bytes]
             self._page.put(rank, Slot.WINDOWS_TAKEN, number + 1)
@@ -260,6 +274,12 @@ def _read_header(path: Path) -> tuple[bytes, int]:
     with path.open("rb") as file:
         first, size = file.read(8), os.fstat(file.fileno()).st_size
         return first + file.read(image.header_bytes(first, size) - 8), size
+
+
+def late(page: ControlPage, step: int, rank: int) -> str:
+    """Say, once a save, which rank it waits for."""
+    who = protocol.describe_rank(page, rank)
+    return f"save of step {step} waits for {who}, which has not staged it for {protocol.LATE_S:.0f} s; what was committed before stays"
 
 
 def frozen_in(manifest: protocol.Manifest) -> dict[str, int]:

@@ -60,6 +60,7 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
+LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
 FILES: Final = "files"  # in a rank's JSON: the sizes of its files, where it has several
 
@@ -284,6 +285,13 @@ def process_started(pid: int) -> int:
 def process_state(pid: int) -> str:
     """What a process does, for people; empty if there is nothing to say."""
     return _STATES.get(_stat(pid)[0], "")
+
+
+def describe_rank(page: ControlPage, rank: int) -> str:
+    """Say which process it is, what that does, and where it is."""
+    pid = page.get(rank, Slot.PID)
+    doing = process_state(pid)
+    return f"rank {rank}, process {pid}, {doing and doing + ', '}at step {page.get(rank, Slot.STEP)}"
 
 
 def _stat(pid: int) -> list[str]:

@@ -24,15 +24,14 @@ if __name__ == "__main__":  # last: nothing beside the package may shadow the st
 from vramfarm import agreement, folder, protocol
 from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.arenas import Arenas
-from vramfarm.committing import Committer, SaveError, frozen_in
+from vramfarm.committing import Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
-from vramfarm.protocol import ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
+from vramfarm.protocol import LATE_S, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
 
 FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
 RETRY_S: Final = 2.0
 RETRY_INTERVAL_S: Final = 60.0
 FINAL_TRIES: Final = 3
-LATE_S: Final = 120.0  # from the first rank that staged a save, or was done, to a word on the one that did not
 LAUNCHER_S: Final = 5.0  # to end the others when a rank is dead, before we do
 LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
@@ -146,26 +145,19 @@ class Saver:
         rank, wait = ranks[number], self._wait
         if wait is None or (wait.rank, wait.alive) != (number, rank.alive):
             wait = self._wait = Wait(number, rank.alive)
-        waited_s, who = time.monotonic() - wait.began, self._describe(number)
+        waited_s, who = time.monotonic() - wait.began, protocol.describe_rank(self._page, number)
         if not rank.alive and waited_s > LAUNCHER_S:
-            self._give_up_the_end(f"{who} ended before all were done")
+            self._give_up_the_end(f"{who}, ended before all were done")
         elif waited_s > protocol.LAST_RANK_S:
-            self._give_up_the_end(
-                f"{who} has not come to its end for {waited_s:.0f} s, others have; it is at step {rank.step}"
-            )
+            self._give_up_the_end(f"{who}, has not come to its end for {waited_s:.0f} s; others have")
         elif waited_s > LATE_S and not wait.is_told:
             wait.is_told = True
-            self._tell(f"others are done and wait for {who}, which is at step {rank.step}: since {waited_s:.0f} s")
+            self._tell(f"others are done, and have waited {waited_s:.0f} s for {who}")
         return bool(self._page[Word.ENDED])
 
     def _give_up_the_end(self, why: str) -> None:
         self._fail(f"{why}: the final state cannot be saved; what was committed before stays")
         self._page[Word.ENDED] = Ended.FAILED
-
-    def _describe(self, number: int) -> str:
-        pid = self._page.get(number, Slot.PID)
-        doing = protocol.process_state(pid)
-        return f"rank {number}, process {pid}{doing and f', {doing}'}"
 
     def _tell(self, text: str) -> None:
         self._page.set_error(text)
@@ -263,18 +255,15 @@ class Saver:
     def _wait_for_ranks(self, save: Save, ranks: Sequence[Rank]) -> None:
         """What others staged waits for as long as it takes: a rank that evaluates comes late. A long wait is told, once."""
         self._arenas.release(but=save.step)
-        late = [number for number, rank in enumerate(ranks) if not rank.is_ready(save.step)]
-        if len(late) == len(ranks):
+        late_ones = [number for number, rank in enumerate(ranks) if not rank.is_ready(save.step)]
+        if len(late_ones) == len(ranks):
             save.staged_at = None
             return
         save.staged_at = save.staged_at or time.monotonic()
         if save.is_late or time.monotonic() - save.staged_at < LATE_S:
             return
         save.is_late = True
-        self._tell(
-            f"save of step {save.step} waits for {self._describe(late[0])}, which is at step "
-            f"{ranks[late[0]].step} and has not staged it for {LATE_S:.0f} s; what was committed before stays"
-        )
+        self._tell(late(self._page, save.step, late_ones[0]))
 
     def _rotate(self) -> None:
         """Without a supervisor nobody else does."""

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from vramfarm import folder, memory, protocol
 from vramfarm.agreement import Rank
-from vramfarm.protocol import LAST_RANK_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
-from vramfarm.saver import LATE_S, Orders, Save, Saver, Wait
+from vramfarm.arenas import Arenas
+from vramfarm.committing import Committer, SaveError, Staged
+from vramfarm.protocol import LAST_RANK_S, LATE_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.saver import Orders, Save, Saver, Wait
 from vramfarm.seat import SaverProcess, Seat
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
@@ -375,32 +378,59 @@ def test_a_save_waits_for_a_rank_that_is_stopped(tmp_path, when):
     assert [] == wrong(attempt.checkpoints)
 
 
-def test_a_rank_that_a_save_waits_for_is_named_once(tmp_path):
+@pytest.mark.parametrize("staging", ["full", "chunked"])
+def test_a_rank_that_a_save_waits_for_is_named_once(tmp_path, staging):
     """
-    Which one, where it is, and what it does, told by the operating system.
+    Which one, where it is, and what it does, told by the operating system; also one that has staged a part of it.
     """
     page = ControlPage.create(tmp_path / "page", num_ranks=2)
-    saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
+    orders = Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)})
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        page.put(1, Slot.STEP, 6)
+        page.put(1, Slot.STARTED, protocol.process_started(stopped.pid))
+        page.put(1, Slot.PID, stopped.pid)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        until(lambda: protocol.process_state(stopped.pid))
+        said = said_of_the_late(page, orders) if staging == "full" else said_of_the_half(page, orders)
+        stopped.kill()
+
+    words = (
+        f"save of step 7 waits for rank 1, process {stopped.pid}, stopped by a signal, at step 6, which has not staged"
+    )
+    assert [f"{words} it for 120 s; what was committed before stays", ""] == said
+
+
+def said_of_the_late(page, orders):
+    saver = Saver(orders, page)
     ranks = [
         Rank(attached=True, alive=True, step=9, phase=Phase.TRAINING, arena=Arena.READY, arena_step=7),
         Rank(attached=True, alive=True, step=6, phase=Phase.TRAINING),
     ]
     save = Save(7, Reason.ASKED, 1, staged_at=time.monotonic() - LATE_S)
-    with subprocess.Popen(["sleep", "60"]) as stopped:
-        page.put(1, Slot.PID, stopped.pid)
-        os.kill(stopped.pid, signal.SIGSTOP)
-        until(lambda: protocol.process_state(stopped.pid))
-        saver._wait_for_ranks(save, ranks)
+    saver._wait_for_ranks(save, ranks)
+    said = page.error()
+    page.set_error("")
+    saver._wait_for_ranks(save, ranks)
+    return [said, page.error()]
+
+
+def said_of_the_half(page, orders):
+    """A rank that is stopped after its second window."""
+    with ThreadPoolExecutor(2) as pool:
+        committer = Committer(orders, page, Arenas(page, pool), pool, late_s=0.1)
+        staged = Staged(memoryview(bytes(8)), [(0, 24)], {}, 0, memoryview(b""), 0, window_bytes=8)
+        page.put(1, Slot.WINDOWS, 2)
+        windows = committer._windows(7, 1, staged)
+        next(windows)
+        next(windows)
+        third = pool.submit(next, windows)
+        until(page.error, 60)
         said = page.error()
         page.set_error("")
-        saver._wait_for_ranks(save, ranks)
-        stopped.kill()
-
-    assert (
-        f"save of step 7 waits for rank 1, process {stopped.pid}, stopped by a signal, which is at step 6 and has not staged "
-        "it for 120 s; what was committed before stays"
-    ) == said
-    assert "" == page.error()
+        time.sleep(0.5)
+        page.put(1, Slot.VOID_STEP, 7)
+        assert isinstance(third.exception(60), SaveError)
+    return [said, page.error()]
 
 
 def test_what_was_staged_too_late_is_in_nobodys_way(tmp_path):
@@ -467,7 +497,8 @@ def test_ranks_that_are_done_do_not_wait_for_one_that_is_dead(tmp_path):
     codes = attempt.wait(60)
 
     assert ([1, -signal.SIGKILL], False) == (codes, attempt.end_file.exists())
-    assert f"rank 1, process {attempt.ranks[1].pid} ended before all were done" in attempt.page.error()
+    assert f"rank 1, process {attempt.ranks[1].pid}, at step " in attempt.page.error()
+    assert "ended before all were done" in attempt.page.error()
     assert before == attempt.steps()[-len(before) :]
     assert [] == wrong(attempt.checkpoints)
 
@@ -476,8 +507,12 @@ def test_ranks_that_are_done_do_not_wait_for_one_that_is_dead(tmp_path):
     ("waited_s", "words", "ended"),
     [
         (LATE_S - 20, "", Ended.NO),
-        (LATE_S + 20, "others are done and wait for rank 1, process 1, which is at step 6: since 140 s", Ended.NO),
-        (LAST_RANK_S + 20, "rank 1, process 1 has not come to its end for 3620 s, others have", Ended.FAILED),
+        (LATE_S + 20, "others are done, and have waited 140 s for rank 1, process 1, at step 6", Ended.NO),
+        (
+            LAST_RANK_S + 20,
+            "rank 1, process 1, at step 6, has not come to its end for 3620 s; others have",
+            Ended.FAILED,
+        ),
     ],
     ids=["not yet", "told", "given up"],
 )
@@ -488,6 +523,7 @@ def test_ranks_that_are_done_wait_an_hour_for_the_last_one(tmp_path, waited_s, w
     page = ControlPage.create(tmp_path / "page", num_ranks=2)
     saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
     page.put(1, Slot.PID, 1)
+    page.put(1, Slot.STEP, 6)
     ranks = [
         Rank(attached=True, alive=True, step=9, phase=Phase.DONE),
         Rank(attached=True, alive=True, step=6, phase=Phase.TRAINING),
