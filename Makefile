@@ -50,15 +50,20 @@ correctness: install
 bench-transfer: install
 	PYTHONPATH=. $(BIN)/python benchmarks/transfer.py
 
-# The oldest torch that we support, and the oldest whose own reader reads our shards. Several GB, but for
+# The oldest torch that we support, and the oldest whose own reader reads our shards: installed from pip's index (6 GB each, with CUDA), or
 #   make test-old-torch TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   make test-old-torch VRAMFARM_OLD_TORCH=/one/bin/python:/other/bin/python      that have torch, numpy and safetensors
 OLD_TORCH := 2.6.0 2.8.0
-test-old-torch: install $(OLD_TORCH:%=build/torch-%/.installed)
-	VRAMFARM_OLD_TORCH=$(subst $(eval) ,:,$(OLD_TORCH:%=$(CURDIR)/build/torch-%/bin/python)) $(BIN)/python -m pytest -n 0 -rP tests/vramfarm/test_old_torch.py
+VRAMFARM_OLD_TORCH ?= $(subst $(eval) ,:,$(OLD_TORCH:%=$(CURDIR)/build/torch-%/bin/python))
+test-old-torch: install $(if $(filter file,$(origin VRAMFARM_OLD_TORCH)),$(OLD_TORCH:%=build/torch-%/.installed))
+	VRAMFARM_OLD_TORCH=$(VRAMFARM_OLD_TORCH) $(BIN)/python -m pytest -n 0 -rP tests/vramfarm/test_old_torch.py
 
 build/torch-%/.installed:
-	$(PYTHON) -m venv build/torch-$*
-	build/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$* numpy safetensors
+	@echo "make: installing torch $* into build/torch-$*: minutes" >&2
+	@$(PYTHON) -m venv build/torch-$*
+	@build/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$* numpy safetensors || { \
+	  echo "make: torch $*: pip found no wheel for $$($(PYTHON) --version 2>&1), or could not fetch it: see above. make PYTHON=python3.12, another TORCH_INDEX, or" \
+	    "an interpreter that has it: VRAMFARM_OLD_TORCH=/its/bin/python" >&2; exit 2; }
 	@touch $@
 
 docs: install

@@ -56,7 +56,7 @@ class Wait:
     """Of ranks that are done, for one that is not, or that is dead."""
 
     rank: int
-    alive: bool
+    is_dead: bool
     began: float = field(default_factory=time.monotonic)
     is_told: bool = False
 
@@ -143,10 +143,11 @@ class Saver:
             self._wait = None
             return False
         rank, wait = ranks[number], self._wait
-        if wait is None or (wait.rank, wait.alive) != (number, rank.alive):
-            wait = self._wait = Wait(number, rank.alive)
+        is_dead = rank.attached and not rank.alive
+        if wait is None or (wait.rank, wait.is_dead) != (number, is_dead):
+            wait = self._wait = Wait(number, is_dead)
         waited_s, who = time.monotonic() - wait.began, protocol.describe_rank(self._page, number)
-        if not rank.alive and waited_s > LAUNCHER_S:
+        if is_dead and waited_s > LAUNCHER_S:
             self._give_up_the_end(f"{who}, ended before all were done")
         elif waited_s > protocol.LAST_RANK_S:
             self._give_up_the_end(f"{who}, has not come to its end for {waited_s:.0f} s; others have")
@@ -196,7 +197,9 @@ class Saver:
             self._fail(str(error))
             return
         except (MemoryError, RuntimeError) as error:  # RuntimeError: a thread that could not be started
-            self._fail(f"no memory, or no thread, to write it with ({error!r}); the next save tries again")
+            self._fail(
+                f"no memory, or no thread, to write it with ({error!r}): raise the memory limit; the next save tries again"
+            )
             return
         page = self._page
         page[Word.SAVE_NS] = time.monotonic_ns() - started

@@ -528,7 +528,7 @@ def test_ranks_that_are_done_wait_an_hour_for_the_last_one(tmp_path, waited_s, w
         Rank(attached=True, alive=True, step=9, phase=Phase.DONE),
         Rank(attached=True, alive=True, step=6, phase=Phase.TRAINING),
     ]
-    saver._wait = Wait(rank=1, alive=True, began=time.monotonic() - waited_s)
+    saver._wait = Wait(rank=1, is_dead=False, began=time.monotonic() - waited_s)
     saver._consider(ranks)
     said = page.error()
     page.set_error("")

@@ -309,6 +309,7 @@ def test_a_saver_that_gets_no_more_memory_is_not_stuck(attempt):
     wait_for(training, Word.NUM_COMMITTED, 3)
     saver, page = training.saver(), training.page
     before = page[Word.NUM_COMMITTED] + page[Word.NUM_FAILED]
+    until(lambda: page[Word.SAVING_STEP], PATIENCE_S)
 
     resource.prlimit(saver, resource.RLIMIT_AS, (1 << 20, -1))
     until(
