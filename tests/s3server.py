@@ -109,6 +109,11 @@ class S3Server:
             config=Config(s3={"addressing_style": "path"}, **config),
         )
 
+    def suspend(self) -> None:
+        """It takes connections, and says nothing."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
     def stop(self) -> None:
         """At once: nobody needs the objects any more."""
         assert self._process is not None

@@ -104,6 +104,7 @@ class Place:
 
         self.store: Store = open_store(job.offload, os.environ)
         self._name, self._key, self._limit = job.name, f"{job.name}/{MARK}", limit
+        self.is_ours = False  # what is not is not to be cleared
         self._who = f"{socket.gethostname()}:{job.run_dir}"
 
     def take(self) -> None:
@@ -119,6 +120,7 @@ class Place:
             raise LockedError(
                 f"{self.store.address}/{self._name}: {mark.get('who')} rehearses this job until {mark['until']}"
             )
+        self.is_ours = True
         self.clear()
         until = (now + self._limit).isoformat()
         self.store.put(self._key, json.dumps({"who": self._who, "until": until}).encode())

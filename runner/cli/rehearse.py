@@ -16,12 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Final, NoReturn
 
 from runner.adapters.frameworks import get_framework
@@ -64,6 +67,8 @@ _NOTIFY: Final = "RUNNER_NOTIFY_URL"
 _SLACK: Final = timedelta(minutes=10)  # of the run's own limit, for whatever outlives a killed rehearsal
 _LOOK_EVERY_S: Final = 0.25
 _BEAT_EVERY_S: Final = 0.02
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLEAR_S: Final = 10.0  # of who interrupts it: a store that does not answer is left for the next rehearsal
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +92,7 @@ def _minutes(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 only if nothing failed; 3, 4 or 6 for a machine, a store or a job that is not ready."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    _heed(_interrupt)
     env = with_secrets(os.environ)
     loaded = load_job(args.config, env)
     refuse_planned(loaded.job)
@@ -98,13 +102,40 @@ def run(args: argparse.Namespace) -> int:
         raise LockedError(f"{loaded.job.run_dir}: this run is at work here", hint="rehearse before it, or after it")
     rehearsal = _Rehearsal(loaded, job, args, env)
     with own_folder(loaded.job, job) as root:
-        rehearsal.play(root)
-        return rehearsal.close(root)
+        try:
+            rehearsal.play(root)
+            return rehearsal.close(root)
+        except BaseException:
+            _heed(signal.SIG_IGN)  # a second Ctrl-C would leave behind what the first one is about to remove
+            rehearsal.abandon(root)
+            raise
+
+
+def _heed(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in _INTERRUPTS:
+        signal.signal(number, handler)
+
+
+class _Interrupted(KeyboardInterrupt):
+    """Python dies of SIGINT in the end when the plain one was raised in code that it made from text, whoever caught it."""
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     del number, frame
-    raise KeyboardInterrupt
+    raise _Interrupted
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """An interrupt that comes meanwhile counts when it is over."""
+    came: list[int] = []
+    _heed(lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        _heed(_interrupt)
+    if came:
+        raise _Interrupted
 
 
 # ------------------------------------------------------------------------ the job it runs
@@ -176,15 +207,18 @@ class _Rehearsal:
         )
         self._try_stop()
         self._try_notify()
-        try:
-            if not self._take_place():
-                return
+        if self._take_place():
             self._watch(root, self._start(root))
             self._try_restore(root)
-        except BaseException:
-            end_run(root, read_mark(root))
-            self._clear_place()
-            raise
+
+    def abandon(self, root: Path) -> None:
+        """No process of it stays, and nothing in the store, if that answers soon."""
+        end_run(root, read_mark(root))
+        clearing = threading.Thread(target=self._clear_place, daemon=True)
+        clearing.start()
+        clearing.join(_CLEAR_S)
+        if clearing.is_alive():
+            sys.stderr.write(f"warning: {self._where()} is not removed yet, the next rehearsal removes it\n")
 
     def close(self, root: Path) -> int:
         """The verdict, and nothing left but the logs of what failed. Returns the exit code."""
@@ -301,24 +335,26 @@ class _Rehearsal:
         if self._job.offload.to is None:
             return True
         try:
-            place = Place(self._job, 2 * self._limit + _SLACK)
-            place.take()
+            self._place = Place(self._job, 2 * self._limit + _SLACK)
+            self._place.take()
         except StoreError as error:
             self._tell(
                 Result(check=Check.STORE, mark=Mark.FAILED, problem=str(error), cure=error.hint, code=error.exit_code)
             )
+            self._place = None
             return False
-        self._place = place  # only now: what is not ours is not to be cleared
         return True
 
     def _clear_place(self) -> None:
-        if self._place is None:
+        if self._place is None or not self._place.is_ours:
             return
         try:
             self._place.clear()
         except StoreError as error:
-            where = f"{self._job.offload.to}/{self._job.name}"
-            sys.stderr.write(f"warning: {where} could not be removed: {error}; the next rehearsal removes it\n")
+            sys.stderr.write(f"warning: {self._where()} could not be removed: {error}; the next rehearsal removes it\n")
+
+    def _where(self) -> str:
+        return f"{self._job.offload.to}/{self._job.name}"
 
     def _try_restore(self, root: Path) -> None:
         there = any(r.check is Check.STORE and r.mark in {Mark.OK, Mark.WARN} for r in self._results)
@@ -345,11 +381,11 @@ class _Rehearsal:
         (root / "job.yaml").write_text(text)
         argv = (sys.executable, "-I", "-m", "runner", "understudy", "--parent", str(os.getpid()))
         env = _environment(os.environ, self._real, root)
-        with (root / "job.yaml").open("rb") as job, (root / LOG).open("ab") as log:
+        with (root / "job.yaml").open("rb") as job, (root / LOG).open("ab") as log, _undisturbed():
             child = subprocess.Popen(
                 argv, env=env, cwd=self._loaded.folder, stdin=job, stdout=log, stderr=log, start_new_session=True
             )
-        (root / MARK).write_text(json.dumps({"pid": child.pid, "started": process.identify(child.pid).started}))
+            (root / MARK).write_text(json.dumps({"pid": child.pid, "started": process.identify(child.pid).started}))
         return child
 
     def _watch(self, root: Path, child: subprocess.Popen[bytes]) -> None:

@@ -121,9 +121,8 @@ class Teller:
             self._say(line)
         self._tell_progress(seen)
         self._tell_scaling(seen, history)
-        self._save_s = last_save_s(seen) or self._save_s
+        knows_saves, self._save_s = self._save_s is not None, last_save_s(seen) or self._save_s
         self._saved_s = seen.last_save_s or self._saved_s
-        self._tell_grace(first=False)
         self._tell_end(seen, history)
         if action is not None and (line := describe(action)):
             self._say(line)
@@ -131,7 +130,9 @@ class Teller:
             for line in tell_batch(self._job, action, history, seen):
                 self._log.info(line)
         self._tell_draining(seen, history)
-        self._write_status(seen, history, acted=not isinstance(action, Wait | Accept))
+        has_news = not isinstance(action, Wait | Accept) or knows_saves != (self._save_s is not None)
+        self._write_status(seen, history, has_news=has_news)
+        self._tell_grace(first=False)  # only now: the next life knows what was told
         self._measure(seen, history)
         self._before = seen
 
@@ -197,8 +198,8 @@ class Teller:
             self._draining = True
             self._say(line)
 
-    def _write_status(self, seen: Observed, history: History, *, acted: bool) -> None:
-        if not acted and self._status_at and seen.now < self._status_at:
+    def _write_status(self, seen: Observed, history: History, *, has_news: bool) -> None:
+        if not has_news and self._status_at and seen.now < self._status_at:
             return
         self._status_at = seen.now + _STATUS_EVERY
         picture = status(self._job, history, seen, self._around, self._message) | {
@@ -232,7 +233,7 @@ class Teller:
         seen = replace(self._before, last_save_s=self._saved_s)
         for line in closing(self._job, history, seen, self._around, end):
             self._log.info(f"  {line}")
-        self._write_status(self._before, history, acted=True)
+        self._write_status(self._before, history, has_news=True)
         with suppress(OSError):
             self._folder.report.write_text(page(gather_folder(self._folder.root)))
 

@@ -114,7 +114,9 @@ class DockerHost:
         return container
 
     def look(self, server_id: str, number: int) -> Seen:
-        container = self._find(server_id)
+        return self._see(self._find(server_id), server_id, number)
+
+    def _see(self, container: Any, server_id: str, number: int) -> Seen:  # noqa: ANN401  # as above
         if container is None or container.status == "created":  # somebody removed it, or it never began
             return Seen(number=number, is_running=False)
         state, begun = container.attrs["State"], read_notes(self._servers / server_id / "life.json")
@@ -136,21 +138,26 @@ class DockerHost:
         asked = read_notes(self._servers / server_id / "exit.json")
         if asked.get("number") == number:
             return int(asked["code"])
-        seen, container = self.look(server_id, number), self._find(server_id)
-        if container is None:
-            return KILLED
-        if seen.number == number and not seen.is_running:
-            return int(container.attrs["State"]["ExitCode"])
-        return self._recall(container, seen.number - seen.is_running - number)
+        for _ in range(_TRIES):
+            container = self._find(server_id)
+            if container is None:
+                return KILLED
+            seen = self._see(container, server_id, number)
+            if seen.number == number and not seen.is_running:
+                return int(container.attrs["State"]["ExitCode"])
+            codes = self._recall(container)
+            if seen == self.look(server_id, number):  # else one more life has ended, perhaps: whose is the last code?
+                ended_since = seen.number - seen.is_running - number
+                return codes[-1 - ended_since] if ended_since < len(codes) else KILLED
+        return KILLED
 
-    def _recall(self, container: Any, ended_since: int) -> int:  # noqa: ANN401  # as above
-        """The exit of a life that others have followed, as the engine remembers it for a while."""
+    def _recall(self, container: Any) -> list[int]:  # noqa: ANN401  # as above
+        """The exits of a container's lives, as the engine remembers them for a while; the newest last."""
         until = f"{datetime.now(UTC).timestamp():.6f}"
         about = {"container": container.id, "event": "die"}
         since = int(datetime.fromisoformat(container.attrs["Created"][:19] + "+00:00").timestamp())
         with closing(self._engine.events(since=since, until=until, filters=about, decode=True)) as told:
-            codes = [int(event["Actor"]["Attributes"].get("exitCode", KILLED)) for event in told]
-        return codes[-1 - ended_since] if ended_since < len(codes) else KILLED
+            return [int(event["Actor"]["Attributes"].get("exitCode", KILLED)) for event in told]
 
     def hold(self, server_id: str) -> None:
         for tries_left in reversed(range(_TRIES)):

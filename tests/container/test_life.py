@@ -42,6 +42,7 @@ def test_a_killed_container_goes_on_from_its_own_disk(box, quickstart):
     quick = box(*quickstart(steps=60, pause=0.05).mounts)
     quick.run("--config", "/job/job.yaml")
     saved = int(quick.wait_for(COMMITTED)[1])
+    quick.wait_for("a last save takes about")  # it is timed a moment after the commit
 
     quick.kill()
     first = quick.log()

@@ -7,13 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.simulator.engine import FARM
+from runner.simulator.engine import FARM, DockerHost
+from runner.simulator.host import Boot
+from runner.simulator.model import Policy
 from tests.container.engine import engine
 from tests.farmhouse import Farmhouse, open_farm, wait_until
 
@@ -96,6 +99,42 @@ def test_lives_that_nobody_watched_are_counted_with_their_exits(house: Farmhouse
     codes = [event["data"]["exit_code"] for event in events if event["type"] == "container.exited"]
     assert [1, 2, 3] == codes[:3]
     house.stop(server)
+
+
+class Late:
+    """The engine, on a machine so busy that a further life has ended before it is asked for events."""
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._is_late = client, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def events(self, **wish: Any) -> Any:
+        if self._is_late:
+            self._is_late = False
+            _wait_for_lives(self._client, wish["filters"]["container"], 1)
+        return self._client.events(**{**wish, "until": f"{time.time():.6f}"})
+
+
+def _wait_for_lives(client: Any, container: str, number: int) -> None:
+    before = client.containers.get(container).attrs["RestartCount"]
+    wait_until(lambda: client.containers.get(container).attrs["RestartCount"] >= before + number, 60)
+
+
+def test_an_exit_is_not_taken_for_that_of_a_life_that_ends_meanwhile(tmp_path: Path, image: str, client: Any):
+    """
+    A container that ends again and again, and an engine that answers late.
+    """
+    program = "import os; n = len(open('/n', 'a+').write('x') and open('/n').read()); os._exit(n)"
+    host = DockerHost(tmp_path, Late(client), farm_id="late", image=image)
+    try:
+        host.start("srv", Boot(image=image, args=("python3", "-c", program), env={}, policy=Policy.ALWAYS, number=0))
+        _wait_for_lives(client, "vramfarm-late-srv", 2)
+
+        assert [1, 2] == [host.exit_code("srv", 0), host.exit_code("srv", 1)]
+    finally:
+        host.delete_disk("srv")
 
 
 def test_leftovers_of_a_farm_are_removed_at_its_next_start_and_nobody_elses(tmp_path: Path, image: str, client: Any):

@@ -382,6 +382,19 @@ def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
     assert ["job/a/1"] == [entry.key for entry in store.list("job/")]
 
 
+def test_abort_forgets_a_run_that_came_to_nothing(tmp_path):
+    """
+    Whoever was killed before its first byte leaves an empty folder.
+    """
+    store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
+    for name in ("job", "another"):
+        (tmp_path / "store" / name).mkdir(parents=True)
+        os.utime(tmp_path / "store" / name, (0, 0))
+    store.abort("job/", datetime.now(UTC))
+
+    assert ["another"] == [path.name for path in (tmp_path / "store").iterdir()]
+
+
 class LinklessDisk(Disk):
     """A disk as FUSE and SMB offer it."""
 

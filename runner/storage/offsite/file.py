@@ -221,9 +221,11 @@ class FileStore:
     def abort(self, prefix: str, before: datetime) -> None:
         """Whoever was killed in the middle of a copy leaves an unfinished file, the guard of none, or an empty folder."""
         with self._plain_words(prefix):
-            for path in sorted((self._root / prefix.rpartition("/")[0]).rglob("*"), reverse=True):  # folders come last
+            folder = self._root / prefix.rpartition("/")[0]
+            own = [folder] if prefix.endswith("/") and folder.is_dir() else []
+            for path in [*sorted(folder.rglob("*"), reverse=True), *own]:  # folders come last
                 key = path.relative_to(self._root).as_posix()
-                if key.startswith(prefix) and _is_left(path, before):
+                if f"{key}/".startswith(prefix) and _is_left(path, before):
                     _remove_if_empty(path) if path.is_dir() else self._disk.remove(path)
                     self._prune(path)
 
