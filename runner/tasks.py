@@ -310,7 +310,8 @@ def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "tidying")
     store = _store(arguments)
-    removed = transfer.tidy(store, arguments["job"], keep_last=arguments["offload"]["keep_last"])
+    keep_last, unusable = arguments["offload"]["keep_last"], arguments["unusable"]
+    removed = transfer.tidy(store, arguments["job"], keep_last=keep_last, unusable=unusable)
     return {**look(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 

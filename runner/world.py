@@ -292,6 +292,7 @@ class RealWorld:
             "python": setting.python,
             "offload": setting.job.offload.model_dump(mode="json"),
             "abilities": self._store.abilities,
+            "unusable": sorted(self._store.unusable),
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),

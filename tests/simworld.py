@@ -235,8 +235,11 @@ class SimWorld:
 
     def _do_tidy(self, name: str) -> str:
         del name
-        keep = sorted(self.elsewhere.store)[-self.job.offload.keep_last :]
-        self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref in keep}
+        usable = sorted(ref for ref in self.elsewhere.store if ref.name not in self.unusable)
+        gone = usable[: -self.job.offload.keep_last]
+        good = {ref for ref in self.elsewhere.store if ref.step not in self.elsewhere.damaged_there}
+        assert not good or good - {*gone}, "what could be restored was tidied away"
+        self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref not in gone}
         return ""
 
     def _do_reopen(self, subject: str) -> str:

@@ -130,9 +130,22 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
         if cramped.remove:
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
-    if seen.offsite is not None and len(seen.offsite) > job.offload.keep_last and not seen.divergence:
-        return begin(TaskKind.TIDY, max(c.ref for c in seen.offsite).name, seen)
-    return None
+    return None if seen.divergence else _tidy_store(job, seen)
+
+
+def _tidy_store(job: Job, seen: Observed) -> Action | None:
+    """
+    An older one goes when the newest is proven: it came whole from here, or came back whole, or was verified.
+
+    What a listing shows is not enough, since bytes may be wrong in the newest; what failed to come back counts for nothing.
+    """
+    usable = sorted(c.ref for c in seen.offsite or () if c.ref.name not in seen.unusable)
+    if len(usable) <= job.offload.keep_last:
+        return None
+    newest = usable[-1].name
+    states = (seen.tasks.get(kind) for kind in (TaskKind.UPLOAD, TaskKind.RESTORE, TaskKind.VERIFY))
+    is_proven = any(isinstance(state, Finished) and state.subject == newest for state in states)
+    return begin(TaskKind.TIDY, newest, seen) if is_proven else None
 
 
 def _subject(state: TaskState) -> str:

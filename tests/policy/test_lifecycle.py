@@ -350,6 +350,24 @@ def test_a_damaged_offsite_copy_falls_back_to_the_older_one_in_a_new_lineage(tmp
     assert 2 == max(elsewhere.store).lineage
 
 
+def test_a_good_checkpoint_in_the_store_is_not_tidied_away_for_a_damaged_newer_one(tmp_path):
+    """
+    Neither before it was found damaged, nor after: the store always has one that can be restored, and in the end the new one.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    older, newest = sorted(elsewhere.store)[-2:]
+    elsewhere.damaged_there = {newest.step}
+    only_one = JOB.model_copy(update={"offload": JOB.offload.model_copy(update={"keep_last": 1})})
+
+    boot(only_one, tmp_path / "job", elsewhere)
+
+    assert older not in elsewhere.store
+    assert (2, 500) == (max(elsewhere.store).lineage, max(elsewhere.store).step)
+
+
 def test_it_never_starts_over_silently(tmp_path):
     """
     Checkpoints exist and none can be used: code 4, and the words say how to start over.

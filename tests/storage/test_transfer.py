@@ -442,6 +442,16 @@ def test_tidy_keeps_the_newest(store, directory):
     assert {manifests[2].ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
 
 
+def test_what_is_known_as_unusable_takes_no_place_of_a_good_one(store, directory):
+    """
+    A damaged newest looks whole in a listing. It is left alone, too: the fault may be of the machine that found it.
+    """
+    manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
+    removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[2].ref.name])
+
+    assert ((manifests[0].ref.name,), [200, 300]) == (removed, steps(store))
+
+
 def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
     """
     Then whatever there is may be all there is.

@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -561,9 +561,14 @@ def _chunk_size(shard: Shard, index: int) -> int:
 # ------------------------------------------------------------------------------------- tidy
 
 
-def tidy(store: Store, job: str, *, keep_last: int) -> tuple[str, ...]:
-    """Keep the newest whole checkpoints and remove older ones. Returns the names of what was removed."""
-    whole = [checkpoint.ref.name for checkpoint in survey(store, job).checkpoints]
+def tidy(store: Store, job: str, *, keep_last: int, unusable: Collection[str] = ()) -> tuple[str, ...]:
+    """
+    Keep the newest whole checkpoints and remove older ones. Returns the names of what was removed.
+
+    What is known as `unusable` takes no place of a good one, and is left alone: the fault may be this machine's.
+    """
+    names = [checkpoint.ref.name for checkpoint in survey(store, job).checkpoints]
+    whole = [name for name in names if name not in unusable]
     removed = whole[: -max(1, keep_last)]
     listed = _list_checkpoints(store, job) if removed else {}
     for name in removed:
