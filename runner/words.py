@@ -68,6 +68,7 @@ from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
 from runner.supervise.attempt import PREVENTION
+from vramfarm.protocol import WAITING
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -281,7 +282,8 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
             took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
     if before and _is_news(before.progress, after.progress):
-        yield f"{after.progress.save_error}; training goes on"
+        goes_on = "" if after.progress.save_error.startswith(WAITING) else "; training goes on"
+        yield f"{after.progress.save_error}{goes_on}"
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
     yield from _limit_near(before, after)
@@ -291,7 +293,9 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
 
 
 def _is_news(before: Progress, after: Progress) -> bool:
-    """A save that fails for a new reason; for the same one the 1st, 2nd, 4th, 8th... of a disk that stays full."""
+    """A save that waits for a rank, or fails for a new reason; for the same one the 1st, 2nd, 4th, 8th... of a disk that stays full."""
+    if after.save_error.startswith(WAITING):
+        return after.save_error != before.save_error
     if after.num_failed <= before.num_failed or not after.save_error:
         return False
     told, tells = (_DIGITS.sub("", progress.save_error) for progress in (before, after))

@@ -196,6 +196,16 @@ def test_a_disk_that_stays_full_is_told_ever_more_rarely():
     assert ["1", "2", "4", "8", "9"] == told
 
 
+def test_a_save_that_waits_for_a_rank_is_told_once():
+    """
+    It has not failed, so no count says that there is news.
+    """
+    waits = replace(SEEN, progress=Progress(save_error="waiting: rank 1, process 7, stopped by a signal, at step 6"))
+    looks = [SEEN, waits, waits, SEEN]
+
+    assert [[waits.progress.save_error], [], []] == [list(changes(a, b)) for a, b in itertools.pairwise(looks)]
+
+
 def test_what_the_end_waits_for_is_said_and_until_when():
     """
     Whoever asked for the stop learns why the runner is still there, and when it gives up.

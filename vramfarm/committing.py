@@ -279,7 +279,8 @@ def _read_header(path: Path) -> tuple[bytes, int]:
 def late(page: ControlPage, step: int, rank: int) -> str:
     """Say, once a save, which rank it waits for."""
     who = protocol.describe_rank(page, rank)
-    return f"save of step {step} waits for {who}, which has not staged it for {protocol.LATE_S:.0f} s; what was committed before stays"
+    what = f"has not staged the save of step {step} for {protocol.LATE_S:.0f} s; what was committed before stays"
+    return f"{protocol.WAITING}{who}, {what}"
 
 
 def frozen_in(manifest: protocol.Manifest) -> dict[str, int]:

@@ -153,7 +153,7 @@ class Saver:
             self._give_up_the_end(f"{who}, has not come to its end for {waited_s:.0f} s; others have")
         elif waited_s > LATE_S and not wait.is_told:
             wait.is_told = True
-            self._tell(f"others are done, and have waited {waited_s:.0f} s for {who}")
+            self._tell(f"{protocol.WAITING}{who}, has not come to its end; others have, {waited_s:.0f} s ago")
         return bool(self._page[Word.ENDED])
 
     def _give_up_the_end(self, why: str) -> None:
@@ -250,6 +250,8 @@ class Saver:
         """The arenas may be filled again. The decision last: ranks go on when they see it."""
         if self._save is not None:
             self._page[Word.SERVED_SAVE] = self._save.serves
+        if self._page.error().startswith(protocol.WAITING):
+            self._page.set_error("")
         self._save = None
         self._arenas.release()
         self._page[Word.SAVING_STEP] = 0

@@ -28,6 +28,7 @@ from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, R
 PATIENCE_S: Final = 60.0  # without a beat of the saver
 DISK_S: Final = 600.0  # for a save that waits for its disk, and what a slow disk needs
 SLOWEST: Final = 5e6  # bytes a second, of such a disk
+_SLOW_SAVE_S: Final = 3600.0  # no longer than that, but where the last save took long, too
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
 Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
 _POLL_S: Final = 0.001
@@ -410,7 +411,8 @@ class Seat:
         """For one save: so long that only a disk which does not answer takes longer."""
         ranks, get = range(self.page.num_ranks), self.page.get
         size = sum(get(rank, Slot.IMAGE_BYTES) + get(rank, Slot.FROZEN_BYTES) for rank in ranks)
-        return self._disk_s + size / SLOWEST
+        last_s = self.page[Word.SAVE_NS] / 1e9
+        return self._disk_s + min(size / SLOWEST, max(_SLOW_SAVE_S, 10 * last_s))
 
     def why_no_end(self) -> str:
         """Why `finish` came back without an end."""

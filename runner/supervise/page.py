@@ -14,7 +14,7 @@ from typing import Final
 
 from runner.facts import Progress
 from runner.supervise import process
-from vramfarm.protocol import ControlPage, Env, Phase, ProtocolError, Slot, Word
+from vramfarm.protocol import WAITING, ControlPage, Env, Phase, ProtocolError, Slot, Word
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108  # named by the attempt's unique id, mode 0600, O_EXCL
 _RATE_WINDOW_NS: Final = 60 * 10**9
@@ -102,11 +102,13 @@ class ProgressReader:
         )
 
     def _save_error(self) -> str:
-        """Why the last save failed; a commit after it makes that history."""
+        """Why the last save failed, or whom one waits for; a commit after it makes that history."""
         failed, committed = self.page[Word.NUM_FAILED], self.page[Word.NUM_COMMITTED]
         if failed != self._failed:
             self._failed, self._committed = failed, committed
-        return "" if failed and committed > self._committed else self.page.error()
+        text = self.page.error()
+        is_history = failed and committed > self._committed and not text.startswith(WAITING)
+        return "" if is_history else text
 
     def _rate(self, rank: int) -> float | None:
         beat, step = self.page.get(rank, Slot.BEAT_NS), self.page.get(rank, Slot.STEP)

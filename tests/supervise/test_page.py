@@ -90,7 +90,11 @@ def test_a_commit_makes_the_failure_before_it_history(control):
     told.append(reader.read().save_error)
     control[Word.NUM_FAILED] = 2
 
-    assert ["disk full", "disk full", "", "disk full"] == [*told, reader.read().save_error]
+    told.append(reader.read().save_error)
+    control[Word.NUM_COMMITTED] = 5
+    control.set_error("waiting: rank 1")
+
+    assert ["disk full", "disk full", "", "disk full", "waiting: rank 1"] == [*told, reader.read().save_error]
 
 
 def test_the_rate_comes_from_the_beats(control):

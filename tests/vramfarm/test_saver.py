@@ -394,10 +394,9 @@ def test_a_rank_that_a_save_waits_for_is_named_once(tmp_path, staging):
         said = said_of_the_late(page, orders) if staging == "full" else said_of_the_half(page, orders)
         stopped.kill()
 
-    words = (
-        f"save of step 7 waits for rank 1, process {stopped.pid}, stopped by a signal, at step 6, which has not staged"
-    )
-    assert [f"{words} it for 120 s; what was committed before stays", ""] == said
+    who = f"rank 1, process {stopped.pid}, stopped by a signal, at step 6"
+    words = "has not staged the save of step 7 for 120 s; what was committed before stays"
+    assert [f"waiting: {who}, {words}", ""] == said
 
 
 def said_of_the_late(page, orders):
@@ -507,7 +506,11 @@ def test_ranks_that_are_done_do_not_wait_for_one_that_is_dead(tmp_path):
     ("waited_s", "words", "ended"),
     [
         (LATE_S - 20, "", Ended.NO),
-        (LATE_S + 20, "others are done, and have waited 140 s for rank 1, process 1, at step 6", Ended.NO),
+        (
+            LATE_S + 20,
+            "waiting: rank 1, process 1, at step 6, has not come to its end; others have, 140 s ago",
+            Ended.NO,
+        ),
         (
             LAST_RANK_S + 20,
             "rank 1, process 1, at step 6, has not come to its end for 3620 s; others have",
