@@ -608,3 +608,31 @@ def test_a_store_that_cannot_be_used_says_what_to_do(s3_offload, s3server, chang
         list(open_store(offload, env).list("job/"))
 
     assert (final, True) == (caught.value.final, says in caught.value.hint)
+
+
+def test_what_killed_looks_left_is_swept_by_the_next(s3_offload, s3server, tmp_path):
+    """
+    An object, an upload that no list shows, a guard in a folder; nothing else, and nothing young.
+    """
+    store, client = S3Store(s3_offload, s3server.env), s3server.client()
+    prefix = f"{s3_offload.to.removeprefix(f's3://{BUCKET}/')}/"
+    for key in (".probe-killed", "job"):
+        client.put_object(Bucket=BUCKET, Key=prefix + key, Body=b"1")
+        client.create_multipart_upload(Bucket=BUCKET, Key=prefix + key)
+    time.sleep(1.1)  # a server's clock ticks in seconds
+    store.put(".probe-mine", b"1")
+    store.probe()
+    young = sorted(entry.key for entry in store.list(""))
+    store._sweep_probes(".probe-mine", timedelta(0))
+    uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)["Uploads"]
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name, age_s in (("..probe-killed.guard", 4000), ("..probe-young.guard", 0)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    open_store(OffloadPolicy(to=f"file://{folder}"), {}).probe()
+
+    assert [".probe-killed", ".probe-mine", "job"] == young
+    assert [".probe-mine", "job"] == sorted(entry.key for entry in store.list(""))
+    assert [f"{prefix}job"] == [upload["Key"] for upload in uploads]
+    assert ["..probe-young.guard"] == [path.name for path in folder.iterdir()]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -17,6 +17,8 @@ Sent = Callable[[int], None]  # called with a number of bytes, from any thread
 T = TypeVar("T")
 R = TypeVar("R")
 
+PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refusal is the answer
+PROBED: Final = timedelta(hours=1)  # what is older was left by a look that was killed
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
 Block = bytes | memoryview
 

@@ -23,6 +23,8 @@ from runner.storage.disk import Disk, lstat_inside, pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
+    PROBE,
+    PROBED,
     Abilities,
     Block,
     Checksums,
@@ -74,7 +76,7 @@ class FileStore:
             )
 
     def probe(self) -> Abilities:
-        key = f".probe-{secrets.token_hex(8)}"
+        key, before = f"{PROBE}{secrets.token_hex(8)}", datetime.now(UTC) - PROBED
         with self._place(key) as (_, target):
             try:
                 with self._guarded(target):
@@ -85,6 +87,9 @@ class FileStore:
                 is_guarded = False
             finally:
                 self._disk.remove(_guard_of(target))
+            for left in target.parent.glob(f".{PROBE}*{_GUARD}"):
+                if _is_left(left, before):
+                    self._disk.remove(left)
         return Abilities(checksums=Checksums.NONE, conditional=is_guarded)
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict
@@ -36,6 +36,8 @@ from runner.storage.disk import pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
+    PROBE,
+    PROBED,
     Abilities,
     Block,
     Checksums,
@@ -51,7 +53,6 @@ from runner.storage.offsite.contract import (
 from runner.storage.offsite.wire import (
     MAX_ATTEMPTS,
     NO_ANSWER,
-    PROBE,
     TIMEOUTS_S,
     Pace,
     code_of,
@@ -119,9 +120,20 @@ class S3Store:
 
     def _try_out(self, key: str) -> Abilities:
         self._client.put_object(**self._named(key), Body=_SAMPLE)
+        self._sweep_probes(key)
         conditional = self._refuses(key, {"IfNoneMatch": "*"}) and self._refuses(key, {"IfMatch": '"another"'})
         kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._confirms(kind, key))
         return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
+
+    def _sweep_probes(self, key: str, age: timedelta = PROBED) -> None:
+        """What killed looks have left, by the store's clock. To fail at it is no answer to what is asked here."""
+        with suppress(OffsiteError):
+            found = {entry.key: entry.modified_at for entry in self.list(PROBE)}
+            before = found[key] - age if key in found else None
+            for left in [k for k, modified_at in found.items() if before and modified_at < before]:
+                self.delete(left)
+            if before:
+                self.abort(PROBE, before)
 
     def _refuses(self, key: str, condition: _Condition) -> bool:
         """Whether a condition that does not hold keeps what is there."""

@@ -46,7 +46,7 @@ from urllib3.exceptions import (
 )  # botocore lets it through where the body of a refusal breaks off
 
 from runner.job import OffloadPolicy
-from runner.storage.offsite.contract import Block, OffsiteError, other_bytes
+from runner.storage.offsite.contract import PROBE, Block, OffsiteError, other_bytes
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
 
 MAX_ATTEMPTS: Final = 4
-PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refusal is the answer
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
 _BLOCK_BYTES: Final = 256 << 10
