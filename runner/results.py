@@ -99,7 +99,8 @@ class StoreView:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
         if kind is TaskKind.SURVEY:
             self.ledger = ledger.parse(state.result.get("ledger"))
-            self.job = (state.result.get("job") or {}).get("identity") or {}
+            identity = (state.result.get("job") or {}).get("identity")
+            self.job = identity if isinstance(identity, Mapping) else {}
             self.abilities = state.result.get("abilities")
         if "outcome" in state.result:
             self.conclusion = parse_conclusion(state.result["outcome"] or {})

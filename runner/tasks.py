@@ -30,6 +30,7 @@ from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
 from runner.policy import ledger
+from runner.policy.house import NO_LOGS
 from runner.policy.slow import WRITERS
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -53,6 +54,8 @@ _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOGS_SOON_BYTES: Final = 16 << 20  # of all files of an attempt while it runs: the whole comes when it is over
 _LOG_SOON_BYTES: Final = 4 << 20  # of one of these
 _PUBLISHED: Final = ".published.json"  # in the run folder
+_LOGS_AT: Final = ".logs-published"  # there, too: its time
+_LOGS_LATE_S: Final = 900.0  # a line that is never free of checkpoints carries them behind one
 _MAX_LEFT: Final = 20
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
@@ -260,6 +263,8 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         copied = transfer.upload(store, arguments["job"], directory, ref, progress)
         took = time.monotonic() - started
         published.result()
+    if _are_logs_late(Path(arguments["run_dir"])):
+        _publish_files(store, arguments, logs=True)
     size = directory.manifest(ref).size_bytes
     spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
     summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"
@@ -348,7 +353,7 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
     conclusion = arguments.get("conclusion")
-    number = _publish_files(store, arguments, logs=True)
+    number = _publish_files(store, arguments, logs=not arguments["subject"].endswith(NO_LOGS))
     if conclusion:
         transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
         with suppress(OffsiteError):  # a key that may not remove anything
@@ -494,7 +499,15 @@ def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) ->
             transfer.publish_file(store, f"{arguments['job']}/{place}", path, limit_bytes, known)
     finally:
         known.save()
+    if logs:
+        (run_dir / _LOGS_AT).touch()
     return len(files)
+
+
+def _are_logs_late(run_dir: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return datetime.now(UTC).timestamp() > (run_dir / _LOGS_AT).stat().st_mtime + _LOGS_LATE_S
+    return True
 
 
 def _publish_report(store: Store, arguments: Arguments) -> None:

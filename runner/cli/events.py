@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -73,14 +74,15 @@ def _print(events: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
 
 def describe(event: Mapping[str, Any]) -> str:
     """`2026-01-01 03:12:40  exited  ending=failed code=1 …`; what is empty is left out."""
-    at = event.get("at")
-    stamp = f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M:%S}" if at else " " * 19
+    stamp = " " * 19
+    with suppress(KeyError, TypeError, ValueError, OverflowError):  # of a bucket: it may be anything
+        stamp = f"{datetime.fromisoformat(event['at']).astimezone():%Y-%m-%d %H:%M:%S}"
     rest = {
         name: value
         for name, value in event.items()
         if name not in _SHOWN_FIRST and value is not None and value is not False and value != ""
     }
-    return f"{stamp}  {event.get('event', '?'):<12} " + " ".join(f"{k}={_show(v)}" for k, v in rest.items())
+    return f"{stamp}  {event.get('event', '?')!s:<12} " + " ".join(f"{k}={_show(v)}" for k, v in rest.items())
 
 
 def _show(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,16 +18,22 @@ from runner.words import span
 _SAY_EVERY_S: Final = 5.0  # into a file
 _DRAW_EVERY_S: Final = 0.1  # on a terminal
 _BAR_CELLS: Final = 24
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates cannot be written at all
 
 
 def out(text: str) -> None:
-    """One line of data."""
-    with speaking():
-        sys.stdout.write(f"{text}\n")
+    """A line of data, or several. What comes out of a bucket must not move a cursor."""
+    _write(_CONTROLS.sub("?", text))
 
 
 def out_json(value: Any) -> None:  # noqa: ANN401  # JSON
-    out(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    _write(text.encode(errors="backslashreplace").decode())  # half a surrogate pair is none, and JSON has a name for it
+
+
+def _write(text: str) -> None:
+    with speaking():
+        sys.stdout.write(f"{text}\n")
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,11 +86,56 @@ def _read(run_dir: Path) -> bytes:
 def _parse(where: str, raw: bytes) -> Status:
     try:
         status = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict):
         raise JobError(f"{where}: expected a JSON object, found something else")
-    return status
+    return {name: value for name, value in status.items() if _SENSE.get(name, _is_anything)(value)}
+
+
+def _is_anything(_: object) -> bool:
+    return True
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (type(value) in {int, float} and abs(value) < _HUGE)  # type: ignore[arg-type]  # a number
+
+
+def _is_moment(value: object) -> bool:
+    with suppress(ValueError, TypeError):
+        return value is None or datetime.fromisoformat(value).tzinfo is not None  # type: ignore[arg-type]  # raises
+    return False
+
+
+def _is_object(value: object, moment: str = "", number: str = "") -> bool:
+    return value is None or (
+        isinstance(value, dict) and _is_moment(value.get(moment)) and _is_number(value.get(number))
+    )
+
+
+def _are_objects(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_is_object, value)))
+
+
+def _is_verdict(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and isinstance(value.get("reasons", []), list))
+
+
+_HUGE: Final = 1e18
+_SENSE: Final[Mapping[str, Callable[[object], bool]]] = {  # of a bucket: whoever writes there may write anything
+    **dict.fromkeys(("job", "phase", "outcome", "cost"), _is_text),
+    **dict.fromkeys(("step", "max_steps", "loss", "steps_per_s", "eta_s", "attempt"), _is_number),
+    **dict.fromkeys(("updated_at", "deadline_at"), _is_moment),
+    **dict.fromkeys(("env_changes", "refusal"), _is_object),
+    "spent": partial(_is_object, number="goodput"),
+    "draining": partial(_is_object, moment="until"),
+    "checkpoints": _are_objects,
+    "verdict": _is_verdict,
+}
 
 
 def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The house of a run, kept whoever is training: the lease, copies off the machine, room on the disk."""
 
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
 from runner.job import Job
@@ -13,7 +13,7 @@ from vramfarm.protocol import Ref
 SPARE_BYTES = 1 << 20
 OUTPUTS_EVERY = timedelta(minutes=5)
 PUBLISH_EVERY = timedelta(minutes=5)
-PUBLISH_LATE = timedelta(minutes=30)  # a line that is never free of checkpoints must carry the logs, too
+NO_LOGS = "no logs"  # in the subject of what is published beside a checkpoint
 _COMMIT_TRIES = 3
 _NOTHING = Ref(-1, -1, -1, "")
 
@@ -174,17 +174,15 @@ def _copy_outputs(job: Job, seen: Observed) -> Action | None:
 def publish_now_and_then(job: Job, history: History, seen: Observed) -> Action | None:
     """
     When this machine joined, after each attempt, and every few minutes: a machine that vanishes
-    leaves in the store what it did, how it went and what it cost. A checkpoint that is on its way goes first.
+    leaves in the store what it did, how it went and what it cost. Logs wait for a checkpoint that is on its way.
     """
     if job.offload.to is None or not history.machine or history.opened_at is None:
         return None
-    if isinstance(seen.tasks.get(TaskKind.UPLOAD), Running) and not _is_late(history.opened_at, seen):
-        return None
     last = history.attempts[-1] if history.attempts else None
     what = f"attempt {last.number} {last.ending or 'runs'}" if last else "joined"
-    return begin(TaskKind.PUBLISH, f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}", seen)
-
-
-def _is_late(opened_at: datetime, seen: Observed) -> bool:
+    whole = f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}"
     state = seen.tasks.get(TaskKind.PUBLISH)
-    return seen.now >= (state.at if isinstance(state, Finished) else opened_at) + PUBLISH_LATE
+    if isinstance(state, Finished) and state.subject == whole:
+        return None
+    is_busy = isinstance(seen.tasks.get(TaskKind.UPLOAD), Running)
+    return begin(TaskKind.PUBLISH, f"{whole}, {NO_LOGS}" if is_busy else whole, seen)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
@@ -158,9 +158,7 @@ def parse_machine(entry: Mapping[str, Any]) -> Machine:
     if price and not Decimal(0) <= Decimal(price) < Decimal("1e6"):
         raise ValueError("no price")
     known: dict[str, Any] = {name: str(entry.get(name) or "")[:500] for name in _TEXTS}
-    known |= {name: datetime.fromisoformat(entry[name]) for name in _TIMES}
-    if any(known[name].tzinfo is None for name in _TIMES):
-        raise ValueError("a time without a zone")
+    known |= {name: _instant(entry[name]) for name in _TIMES}
     return Machine(
         id=str(entry["id"])[:500],
         price_per_hour=price,
@@ -181,7 +179,7 @@ def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
         resume=None if resume is None else Ref(**{**resume, "step": _count(resume["step"])}),
         lineage=int(found["lineage"]),
         boot_id=str(found.get("boot_id", "")),
-        launched_at=_moment(found["launched_at"]) or _NEVER,
+        launched_at=_instant(found["launched_at"]),
         first_step_at=_moment(found.get("first_step_at")),
         ended_at=_moment(found.get("ended_at")),
         ending=Ending(found["ending"]) if found.get("ending") else None,
@@ -194,14 +192,18 @@ def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
     )
 
 
-_NEVER: Final = datetime.min.replace(tzinfo=UTC)
+_YEARS: Final = range(2000, 3000)
 
 
 def _moment(text: str | None) -> datetime | None:
-    """`ValueError` for a time without a zone, which could not be compared."""
-    moment = datetime.fromisoformat(text) if text else None
-    if moment is not None and moment.tzinfo is None:
-        raise ValueError("a time without a zone")
+    return _instant(text) if text else None
+
+
+def _instant(text: str) -> datetime:
+    """`ValueError` for a time without a zone, which could not be compared, and for one that nothing can be added to."""
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None or moment.year not in _YEARS:
+        raise ValueError("a time without a zone, or of another age")
     return moment
 
 

@@ -44,7 +44,7 @@ from vramfarm.protocol import (
     parse_manifest,
 )
 
-MAX_MANIFEST_BYTES: Final = 64 << 20
+MAX_MANIFEST_BYTES: Final = 16 << 20  # of 10 TB; hostile JSON of this size takes half a GB to read
 ORIGIN: Final = "origin"  # in the state of a manifest: the checkpoint of another run that it is a copy of
 _MAX_ORIGIN: Final = 2000
 RESTORING: Final = f"{TEMPORARY}restore-"

@@ -174,7 +174,10 @@ def test_a_fault_of_ours_leaves_a_report_without_secrets(tmp_path, cli):
     """
     What nobody expected becomes a file to send in: traceback, versions, arguments, and no secret.
     """
-    folder = write_run(tmp_path / "llama", checkpoints=7)
+    folder = write_run(tmp_path / "llama")
+    (folder / "journal.jsonl").touch()
+    (folder / "status.json").unlink()
+    (folder / "status.json").mkdir()  # nobody expects that
 
     done = cli("status", str(folder), TMPDIR=str(tmp_path), HF_TOKEN=str(tmp_path))
 
@@ -738,6 +741,44 @@ def test_status_from_the_store(cli, stored):
         json.loads(done.stdout)["job"],
         json.loads(done.stdout)["runner_alive"],
     )
+
+
+_ODD = (
+    -1,
+    10**30,
+    True,
+    "\x1b[2J\ud800",
+    [[[{}]]],
+    [{}],
+    [[1]],
+    {"a": []},
+    {"until": "soon", "reasons": 7, "goodput": "much"},
+)
+
+
+@pytest.mark.parametrize("command", ["status", "events"])
+def test_what_is_hostile_in_a_store_moves_no_cursor_and_breaks_no_command(cli, stored, command):
+    """
+    Every field of what is read there, as anything that JSON can say: it is shown or left out, in plain signs.
+    """
+    folder = Path(stored.removeprefix("file://"))
+    journal = folder / "machines" / "0001" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    status = json.loads((folder / "status.json").read_bytes())
+    spoilt = [b"[" * 100_000, *(json.dumps(status | dict.fromkeys(status, odd)).encode() for odd in _ODD)]
+    events = (json.dumps({"event": odd, "at": odd, "reason": odd}) for odd in _ODD)
+    journal.write_text("".join(f"{line}\n" for line in events))
+    codes, said = set(), ""
+    for content in spoilt if command == "status" else [b"{}"]:
+        (folder / "status.json").write_bytes(content)
+        for options in ((), ("--json",)):
+            done = cli(command, stored, *options)
+            codes.add(done.returncode)
+            said += done.stdout + done.stderr
+
+    assert ({0, 2} if command == "status" else {0}) == codes, said
+    assert "\x1b" not in said
+    assert "?[2J" in said
 
 
 def test_status_of_a_run_that_the_store_does_not_have(cli, stored):

@@ -98,13 +98,19 @@ def test_what_is_no_ledger_has_no_machines(garbage):
     assert () == parse(garbage)
 
 
-@pytest.mark.parametrize("price", ["NaN", "-1", "1e9", "twelve"])
-def test_a_price_that_is_none_is_left_out(price):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("price_per_hour", price) for price in ("NaN", "-1", "1e9", "twelve")),
+        *(("opened_at", time) for time in ("9999-12-31T23:59:59+00:00", "2026-01-01T00:00:00", 5, "")),
+    ],
+)
+def test_a_price_or_a_time_that_is_none_is_left_out(name, value):
     """
-    One bad entry takes no other one with it.
+    One bad entry takes no other one with it, and no runner that would count with it.
     """
     fields = dump((machine("a"), machine("b")))
-    fields["machines"][0]["price_per_hour"] = price
+    fields["machines"][0][name] = value
 
     assert ["b"] == [found.id for found in parse(fields)]
 
@@ -333,25 +339,24 @@ UPLOADS = RunningTask(subject="step-00000100-0123abcd", started_at=START)
 
 
 @pytest.mark.parametrize(
-    ("minutes", "uploads", "expected"),
+    ("minutes", "told", "uploads", "expected"),
     [
-        (4, None, None),
-        (5, None, Begin(TaskKind.PUBLISH, "joined, 1")),
-        (5, UPLOADS, None),
-        (29, UPLOADS, None),
-        (30, UPLOADS, Begin(TaskKind.PUBLISH, "joined, 6")),
+        (4, "joined, 0", None, None),
+        (4, "joined, 0", UPLOADS, None),
+        (5, "joined, 0", None, Begin(TaskKind.PUBLISH, "joined, 1")),
+        (5, "joined, 0", UPLOADS, Begin(TaskKind.PUBLISH, "joined, 1, no logs")),
+        (6, "joined, 1, no logs", UPLOADS, None),
+        (6, "joined, 1, no logs", None, Begin(TaskKind.PUBLISH, "joined, 1")),
     ],
-    ids=["just told", "five minutes later", "a checkpoint goes first", "still", "but not for ever"],
+    ids=["just told", "just told, then a checkpoint", "later", "a checkpoint goes before logs", "still", "behind it"],
 )
-def test_a_machine_tells_how_it_is_every_five_minutes(minutes, uploads, expected):
+def test_a_machine_tells_how_it_is_every_five_minutes(minutes, told, uploads, expected):
     """
-    One that vanishes leaves journal, logs and report behind; they never take the line from a checkpoint.
+    One that vanishes leaves journal, logs and report behind; logs never take the line from a checkpoint.
     """
     job = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
     joined = History(accepted_at=START, opened_at=START, machine="me")
-    tasks = {TaskKind.PUBLISH: Finished(subject="joined, 0", at=START)} | (
-        {TaskKind.UPLOAD: uploads} if uploads else {}
-    )
+    tasks = {TaskKind.PUBLISH: Finished(subject=told, at=START)} | ({TaskKind.UPLOAD: uploads} if uploads else {})
     seen = Observed(now=START + timedelta(minutes=minutes), boot_id="b", life="l", machine="me", tasks=tasks)
 
     assert expected == publish_now_and_then(job, joined, seen)

@@ -381,7 +381,7 @@ def _shard(**changes):
     [
         pytest.param(lambda fields: b"\x80\x04.", id="not JSON"),
         pytest.param(lambda fields: b"[" * 200_000, id="JSON that is too deep"),
-        pytest.param(lambda fields: b" " * ((64 << 20) + 1), id="larger than any manifest"),
+        pytest.param(lambda fields: b" " * ((16 << 20) + 1), id="larger than any manifest"),
         pytest.param(_spoiled(step=501), id="manifest of another checkpoint"),
         pytest.param(_spoiled(written_at="soon"), id="no time"),
         pytest.param(_spoiled(algorithm="md5"), id="unknown checksum"),

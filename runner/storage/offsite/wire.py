@@ -363,6 +363,7 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     answer = error.response.get("ResponseMetadata", {})
     status = answer.get("HTTPStatusCode", 0)
     said = " ".join(str(fields.get("Message", "")).split())[:_MAX_SAID]
+    said = "".join(c if c.isprintable() else "?" for c in said)
     passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
     hint = _HINTS.get(code, "")
     region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
