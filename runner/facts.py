@@ -480,6 +480,7 @@ class Observed:
     global_batch: int = 0  # samples a step, where job.yaml says it
     stored_batch: int = 0  # the same, as the job that the store has says it
     refusal: str = ""  # why this machine cannot do the job at all: too few cards
+    wrong_job: str = ""  # why it cannot start here as it is: no value for a secret, no interpreter
     preflight: Preflight | None = None  # what was found so far in this life
     setup_digest: str = ""  # of source and set-up as job.yaml asks for them; empty: it asks for none
     set_up: bool = False  # they are in place on this machine

@@ -86,6 +86,7 @@ class Setting:
     paid_from: datetime | None = None  # the server's first boot
     missing: tuple[str, ...] = ()  # secrets without a value, in a life that takes over from one that had them
     refusal: str = ""
+    wrong: JobError | None = None  # why the job cannot start here as it is
     stop_doubt: str = ""
     identity: Mapping[str, Any] | None = None  # what makes this job this job; None: any change is accepted
 
@@ -175,6 +176,7 @@ class RealWorld:
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,
             refusal=self._setting.refusal,
+            wrong_job=_describe_wrong(self._setting.wrong),
             num_procs=self._setting.num_procs,
             card=self._setting.card,
             global_batch=self._job.batch.global_ if self._job.batch else 0,
@@ -481,6 +483,10 @@ def identify_holder(server: Server | None, folder: RunFolder, disk: Disk) -> str
         write_durable(disk, path, uuid.uuid4().hex.encode())
     found = path.stat()
     return f"{path.read_text().strip()}-{found.st_ino:x}-{found.st_ctime_ns:x}"
+
+
+def _describe_wrong(error: JobError | None) -> str:
+    return "" if error is None else "; ".join(filter(None, (str(error).splitlines()[0], error.hint)))
 
 
 def _describe_holder(server: Server | None, folder: RunFolder) -> str:

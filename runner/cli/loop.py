@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -167,8 +168,10 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
             say(
                 f"secrets: no value for {', '.join(setting.missing)} now: what trains goes on, nothing is launched without"
             )
-        else:
-            refuse_missing(setting)
+        if wrong := setting.wrong if is_restart else find_wrong(setting):
+            if not _is_billed(setting, journal):
+                raise wrong
+            setting = replace(setting, wrong=wrong)
         lifeline.listeners(tuple(find_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)
@@ -181,6 +184,8 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
             teller.close(journal.history, end)
         finally:
             world.close()
+    if setting.wrong is not None and end.code == setting.wrong.exit_code:
+        raise setting.wrong  # an early end as any other, which the ledger has now
     if journal.history.conclusion is None:
         record_refusal(loaded, env, code=end.code, reason=end.reason, server=server.id if server else "")
     hold = None if job.finish.hold == "auto" else job.finish.hold.total_seconds()
@@ -325,7 +330,7 @@ def _tell_repeated(args: argparse.Namespace, server: Server | None) -> None:
 def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *, accept_change: bool) -> Setting:
     """What is true of this machine and this job for one life; `JobError` or `MachineError` if it cannot be told."""
     job = loaded.job
-    python = machine.find_python(job.python)
+    python, wrong = _find_python(job)
     names = machine.card_names()
     cards = len(names)
     num_procs, refusal = how_many(job, cards)
@@ -339,7 +344,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         else "",
         data_digest=_digest([item.model_dump(mode="json") for item in job.data]) if job.data else "",
         config_dir=loaded.folder,
-        python=str(python.path),
+        python=python,
         num_cards=cards,
         num_procs=num_procs,
         card=names[0] if names else "",
@@ -349,16 +354,33 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
         secrets={name: secrets[name] for name in job.secrets if name in secrets},
         missing=tuple(name for name in (*job.secrets, *job.notify) if name not in secrets),
         refusal=refusal,
+        wrong=wrong,
     )
 
 
-def refuse_missing(setting: Setting) -> None:
-    """`JobError` if a secret has no value."""
-    if setting.missing:
-        raise JobError(
-            f"secrets: no value for {', '.join(setting.missing)}",
-            hint=f"set it in the container's environment, or mount a file of that name into {FOLDER}",
-        )
+def _find_python(job: Job) -> tuple[str, JobError | None]:
+    """The training interpreter; ours where there is none, and why."""
+    try:
+        return str(machine.find_python(job.python).path), None
+    except JobError as error:
+        return sys.executable, error
+
+
+def find_wrong(setting: Setting) -> JobError | None:
+    """Why the job cannot start here as it is: no interpreter, or a secret without a value."""
+    if setting.wrong or not setting.missing:
+        return setting.wrong
+    return JobError(
+        f"secrets: no value for {', '.join(setting.missing)}",
+        hint=f"set it in the container's environment, or mount a file of that name into {FOLDER}",
+    )
+
+
+def _is_billed(setting: Setting, journal: Journal) -> bool:
+    """Whether the loop is to write into the ledger what this start cost, before it ends. Not beside an attempt that lives."""
+    last = journal.history.attempts[-1] if journal.history.attempts else None
+    has_ended = last is None or last.ending is not None
+    return setting.server is not None and setting.job.offload.to is not None and has_ended
 
 
 def how_many(job: Job, cards: int) -> tuple[int, str]:

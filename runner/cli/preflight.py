@@ -12,7 +12,7 @@ from typing import Final
 
 from runner.adapters.providers import find_server, with_secrets
 from runner.cli.load import load_job
-from runner.cli.loop import find_out, refuse_missing
+from runner.cli.loop import find_out, find_wrong
 from runner.cli.output import out, out_json
 from runner.facts import Finding, Preflight, Severity, Verdict
 from runner.job import ProviderName
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_job(args.config, env)
     server = None if loaded.job.provider.kind is ProviderName.NONE else find_server(env)
     setting = find_out(loaded, env, server, accept_change=True)
-    refuse_missing(setting)
+    if wrong := find_wrong(setting):
+        raise wrong
     found = _look(setting, env)
     if args.json:
         out_json(as_json(found))

@@ -57,6 +57,8 @@ def _reason_to_end(  # noqa: PLR0911  # one line a reason
         return Leave()
     if seen.lease.state is LeaseState.TAKEN:
         return lock_out(job, seen)
+    if seen.wrong_job:
+        return _join_first(job, history, seen) or refuse_job(seen.wrong_job, job, seen)
     if seen.refusal:
         return _join_first(job, history, seen) or refuse(Outcome.REFUSED, seen.refusal, job, seen)
     if limit is not None and seen.now >= limit:

@@ -40,7 +40,9 @@ def decide_and_tell(job: Job, history: History, seen: Observed) -> Action:
 
 def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator[Notify]:
     """What is to be told now, in order of its time."""
-    if isinstance(action, Leave):
+    if (
+        isinstance(action, Leave) or seen.wrong_job
+    ):  # whoever reads that job.yaml is wrong is told by the one who read it
         return
     if history.conclusion is None:
         yield from _started(job, history, seen)

@@ -57,17 +57,28 @@ def test_every_early_end_stops_the_server(house: Farmhouse, run, job, code, said
     assert said in house.log(server)
 
 
-def test_a_refused_machine_is_in_the_ledger(house: Farmhouse, run, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("job", "code", "said"),
+    [
+        pytest.param(JOB, 3, "no card found", id="no card"),
+        pytest.param(CPU + "secrets: [NOT_THERE]\n", 2, "secrets: no value for NOT_THERE", id="no secret"),
+        pytest.param(CPU + "python: /nowhere\n", 2, "found none at /nowhere", id="no interpreter"),
+    ],
+)
+def test_a_start_that_came_to_nothing_is_in_the_ledger(house: Farmhouse, run, tmp_path: Path, *, job, code, said):
     """
     Its minutes are paid: the report and the budget of the next machine have them.
     """
     (tmp_path / "store").mkdir()
 
-    server = run(f"{JOB}offload: {{to: 'file://{tmp_path}/store'}}\n")
+    server = run(f"{job}offload: {{to: 'file://{tmp_path}/store'}}\n")
 
     now = house.wait_stopped(server, 120)
     told = json.loads((tmp_path / "store" / "small" / "ledger.json").read_bytes())["machines"]
-    assert (3, [server]) == (now["container"]["exit_code"], [machine["server"] for machine in told]), house.log(server)
+    assert (code, [server]) == (now["container"]["exit_code"], [machine["server"] for machine in told]), house.log(
+        server
+    )
+    assert said in house.log(server)
     assert Decimal(told[0]["cost"]) > 0
 
 

@@ -86,17 +86,29 @@ def test_a_whole_run_tells_that_it_began_and_how_it_ended(tmp_path, webhook):
     assert "secret-path" not in done.stderr + _texts(tmp_path / "work")
 
 
-def test_a_typo_in_the_job_is_told_to_whom_the_environment_names(tmp_path, webhook):
+@pytest.mark.parametrize(
+    ("job", "said", "state"),
+    [
+        pytest.param("limts: {}\n", "limts", "deleted", id="a typo"),
+        pytest.param(
+            "notify: [NOT_THERE]\noffload: {to: 'file://STORE'}\n", "NOT_THERE", "stopped", id="no value for a secret"
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_job_is_told_to_whom_the_environment_names(tmp_path, webhook, *, job, said, state):
     """
-    job.yaml cannot say it: it cannot be read.
+    Once. job.yaml cannot say whom: it cannot be read, or names somebody without an address.
     """
-    (tmp_path / "job.yaml").write_text("name: small\ncommand: x\nlimts: {}\n")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "job.yaml").write_text(
+        f"name: small\ncommand: x\ncpu_processes: 1\n{job}".replace("STORE", f"{tmp_path}/store")
+    )
     with serving(RunPod(), tmp_path) as cloud:
         done = _run(tmp_path, {**cloud.env, "RUNNER_NOTIFY_URL": webhook.url, "RUNNER_HOLD_S": "0"})
 
-        assert (2, "deleted") == (done.returncode, cloud.now()), done.stderr
+        assert (2, state) == (done.returncode, cloud.now()), done.stderr
     assert ["ended"] == webhook.events()
-    assert "limts" in webhook.requests[0].body["text"]
+    assert said in webhook.requests[0].body["text"]
 
 
 def test_a_listener_that_is_not_there_is_said_and_changes_nothing(tmp_path):
