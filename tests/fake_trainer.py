@@ -21,7 +21,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from vramfarm import protocol
 from vramfarm.protocol import Ended, Env, Phase, Reason
-from vramfarm.seat import DISK_S, SILENCE_S, SaverProcess, Seat, create_page, log_path, open_page
+from vramfarm.seat import DISK_S, Seat, create_page, open_page
+from vramfarm.tending import SILENCE_S, SaverProcess, log_path
 
 
 def content(rank, step, num_bytes):

@@ -35,9 +35,10 @@ from vramfarm.memory import WINDOW_BYTES
 from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
 from vramfarm.run import Choice, Wanted
-from vramfarm.seat import NO_FROZEN, Frozen, SaverProcess, Seat, log_path
+from vramfarm.seat import NO_FROZEN, Frozen, Seat
 from vramfarm.state import Snapshot
 from vramfarm.still import Still
+from vramfarm.tending import SaverProcess, log_path
 from vramfarm.typed import StateError
 from vramfarm.warmup import WarmUp
 

@@ -190,28 +190,10 @@ class Saver:
         started = time.monotonic_ns()
         try:
             manifest = self._patiently(self._committer.write, save.step, save.reason)
-        except OSError as error:
-            self._fail(folder.describe_error(self._orders.directory, error))
+        except (OSError, SaveError, ValueError, MemoryError, RuntimeError) as error:
+            self._fail(self._explain(error))
             return
-        except (SaveError, ValueError) as error:
-            self._fail(str(error))
-            return
-        except (MemoryError, RuntimeError) as error:  # RuntimeError: a thread that could not be started
-            self._fail(
-                f"no memory, or no thread, to write it with ({error!r}): raise the memory limit; the next save tries again"
-            )
-            return
-        page = self._page
-        page[Word.SAVE_NS] = time.monotonic_ns() - started
-        page[Word.SAVE_BYTES] = manifest.size_bytes
-        for rank, frozen in frozen_in(manifest).items():
-            page.put(int(rank), Slot.FROZEN_HELD, frozen)
-        page[Word.COMMITTED_STEP] = save.step
-        page[Word.NUM_COMMITTED] += 1
-        say(
-            f"commit step={save.step} shards={len(manifest.shards)} bytes={manifest.size_bytes} {save.reason.name.lower()}, "
-            f"{page[Word.SAVE_NS] / 1e9:.3f}s, of it {self._committer.shards_s:.3f}s for the shards"
-        )
+        self._publish(save, manifest, time.monotonic_ns() - started)
         self._due_at = save.started + self._orders.interval_s
         if save.reason is Reason.LEAVE and not self._conclude(EndRecord("left", save.step)):
             return
@@ -219,6 +201,27 @@ class Saver:
             return
         self._settle(Decision.NONE)
         self._rotate()
+
+    def _explain(self, error: Exception) -> str:
+        match error:
+            case OSError():
+                return folder.describe_error(self._orders.directory, error)
+            case MemoryError() | RuntimeError():  # RuntimeError: a thread that could not be started
+                return f"no memory, or no thread, to write it with ({error!r}): raise the memory limit; the next save tries again"
+        return str(error)
+
+    def _publish(self, save: Save, manifest: protocol.Manifest, took_ns: int) -> None:
+        page = self._page
+        page[Word.SAVE_NS] = took_ns
+        page[Word.SAVE_BYTES] = manifest.size_bytes
+        for rank, frozen in frozen_in(manifest).items():
+            page.put(int(rank), Slot.FROZEN_HELD, frozen)
+        page[Word.COMMITTED_STEP] = save.step
+        page[Word.NUM_COMMITTED] += 1
+        say(
+            f"commit step={save.step} shards={len(manifest.shards)} bytes={manifest.size_bytes} {save.reason.name.lower()}, "
+            f"{took_ns / 1e9:.3f}s, of it {self._committer.shards_s:.3f}s for the shards"
+        )
 
     def _conclude(self, record: EndRecord) -> bool:
         """Record durably how training ended, then let the ranks go."""

@@ -7,39 +7,31 @@ wait ends: with the saver's word, when there is no saver for `PATIENCE_S`, or wh
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Final
 
 from vramfarm import image, memory, protocol
 from vramfarm.memory import WINDOW_BYTES, StagingMemory
 from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.tending import SaverProcess
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
 DISK_S: Final = 600.0  # for a save that waits for its disk, and what a slow disk needs
 SLOWEST: Final = 5e6  # bytes a second, of such a disk
-_SLOW_SAVE_S: Final = 3600.0  # no longer than that, but where the last save took long, too
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
-Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
+_SLOW_SAVE_S: Final = 3600.0  # no longer than that, but where the last save took long, too
+_END_EVENTS: Final = 100  # may happen before the end is there: a saver that dies whenever it is started is one, too
 _POLL_S: Final = 0.001
-_END_ROUNDS: Final = (
-    100  # things that may happen before the end comes; a saver that dies each time it is started is one
-)
-_SEE_OFF_S: Final = 10.0
-_TEND_NS: Final = 1_000_000_000
-SILENCE_S: Final = 30.0  # of a saver that lives; it beats a hundred times a second
-_SILENT_LOOKS: Final = 5  # and so many looks at it: after a pause of everything it has a moment to beat again
-_SLOW_NS: Final = 60_000_000_000
+Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
+Put = Callable[[memoryview, int, int], None]
+"""Fills memory with the bytes of an image from a place on; the one behind the last has the frozen weights."""
 
 
 @dataclass(frozen=True)
@@ -51,93 +43,6 @@ class Frozen:
 
 
 NO_FROZEN: Final = Frozen()
-
-
-Put = Callable[[memoryview, int, int], None]
-"""Fills memory with the bytes of an image from a place on; the one behind the last has the frozen weights."""
-
-
-class SaverProcess:
-    """The saver of this machine, started by local rank 0, and started again when it is found dead, or silent."""
-
-    def __init__(self, page: ControlPage, env: Mapping[str, str], log: Path, *, silence_s: float = SILENCE_S) -> None:
-        self._page = page
-        self._env = dict(env) | {Env.CONTROL: str(page.path), Env.ROLE: "saver"}
-        self._log = log
-        self._child: subprocess.Popen[bytes] | None = None
-        self._next_ns = 0
-        self._wait_ns = _TEND_NS
-        self._silence_ns = int(silence_s * 1e9)
-        self._beat = self._heard_ns = self._silent_looks = 0
-
-    def tend(self) -> None:
-        """Look after the saver, about once a second. Its deaths in a row are answered ever more slowly."""
-        now = time.monotonic_ns()
-        if now < self._next_ns:
-            return
-        self._next_ns = now + _TEND_NS
-        if pid := self._pid():
-            self._wait_ns = _TEND_NS
-            self._listen(pid, now)
-            return
-        self._start()
-        self._heard_ns, self._silent_looks = now, 0
-        self._next_ns, self._wait_ns = now + self._wait_ns, min(2 * self._wait_ns, _SLOW_NS)
-
-    def see_off(self) -> None:
-        """Wait until the saver has ended; it does once the end is recorded."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._child is not None:
-                self._child.wait(_SEE_OFF_S)
-
-    def _pid(self) -> int:
-        """The process that is to save; 0 if there is none."""
-        if self._child is not None and self._child.poll() is None:
-            return self._child.pid
-        pid = self._page[Word.SAVER_PID]
-        return pid if pid and protocol.process_started(pid) == self._page[Word.SAVER_STARTED] else 0
-
-    def _listen(self, pid: int, now: int) -> None:
-        """
-        Kill a saver that has long been silent: one that was stopped must not wake up beside its successor.
-
-        One that waits in the kernel ends when that answers; until then it has the lock, and nobody writes.
-        """
-        beat = self._page[Word.SAVER_BEAT_NS]
-        if beat != self._beat:
-            self._beat, self._heard_ns, self._silent_looks = beat, now, 0
-            return
-        self._silent_looks += 1
-        if self._silent_looks < _SILENT_LOOKS or now - self._heard_ns < self._silence_ns:
-            return
-        doing = protocol.process_state(pid) or "stuck"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        self._heard_ns, self._silent_looks = now, 0
-        self._page.set_error(
-            f"the saver said nothing for {self._silence_ns / 1e9:.0f} s ({doing}): it is killed, and started again"
-        )
-        self._page[Word.NUM_FAILED] += 1
-
-    def _start(self) -> None:
-        script = Path(__file__).absolute().with_name("saver.py")
-        with self._open_log() as log:
-            self._child = subprocess.Popen(
-                (self._env.get(Env.SAVER_PYTHON) or sys.executable, "-I", str(script)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                start_new_session=True,
-            )
-
-    def _open_log(self) -> BinaryIO:
-        """A disk without room for its log is no reason to train without a saver, nor to end training."""
-        try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            return self._log.open("ab")
-        except OSError:
-            return Path(os.devnull).open("ab")
 
 
 class Seat:
@@ -380,7 +285,7 @@ class Seat:
         self.enter(Phase.DONE)
         if timeout_s is not None:
             self._until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        for _ in range(_END_ROUNDS):
+        for _ in range(_END_EVENTS):
             moved = partial(self._has_moved, self._end_so_far(), stage)
             if not self._await(moved, self._end_patience_s()) or self.page[Word.ENDED]:
                 break
@@ -529,9 +434,3 @@ def create_page(num_ranks: int) -> ControlPage:
         import tempfile  # noqa: PLC0415  # rarely needed
 
         return ControlPage.create(Path(tempfile.gettempdir()) / name, num_ranks=num_ranks)
-
-
-def log_path(env: Mapping[str, Any]) -> Path:
-    """Where the saver's words go: beside the end record, else beside the folder of checkpoints."""
-    end_file = env.get(Env.END_FILE)
-    return Path(end_file or env[Env.CHECKPOINT_DIR]).absolute().parent / "saver.log"

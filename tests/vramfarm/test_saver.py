@@ -20,7 +20,8 @@ from vramfarm.arenas import Arenas
 from vramfarm.committing import Committer, SaveError, Staged
 from vramfarm.protocol import LAST_RANK_S, LATE_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 from vramfarm.saver import Orders, Save, Saver, Wait
-from vramfarm.seat import SaverProcess, Seat
+from vramfarm.seat import Seat
+from vramfarm.tending import SaverProcess
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 sys.path.insert(0, str(TRAINER.parent))
