@@ -125,7 +125,8 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         in_use.add(good)
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
     if plan.remove:
-        return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept")
+        passed_over = "; it never left this machine: a newer one did" if _was_passed_over(plan.remove[0], seen) else ""
+        return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept{passed_over}")
     if not has_room(seen):
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
         if cramped.remove:
@@ -146,6 +147,12 @@ def _tidy_store(job: Job, seen: Observed) -> Action | None:
     states = (seen.tasks.get(kind) for kind in (TaskKind.UPLOAD, TaskKind.RESTORE, TaskKind.VERIFY))
     is_proven = any(isinstance(state, Finished) and state.subject == newest for state in states)
     return begin(TaskKind.TIDY, newest, seen) if is_proven else None
+
+
+def _was_passed_over(ref: Ref, seen: Observed) -> bool:
+    """The store keeps its newest: what is newer than its oldest and not there was never sent."""
+    there = {c.ref for c in seen.offsite or ()}
+    return bool(there) and ref not in there and ref > min(there)
 
 
 def _subject(state: TaskState) -> str:

@@ -52,7 +52,7 @@ from runner.policy.actions import (
 )
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
-from runner.policy.house import OUTPUTS_EVERY
+from runner.policy.house import OUTPUTS_EVERY, tidy
 from runner.policy.lifecycle import decide
 from runner.policy.slow import REFUSED_AGAIN, STORE_PATIENCE, STUCK
 from runner.storage import journal as events
@@ -671,6 +671,24 @@ def test_what_is_on_its_way_to_the_store_stays_on_this_disk():
 
     assert Wait() == decide(HERE_ONLY, *hung(hang=None, local=local, tasks=sent))
     assert Prune(local[0].ref, "the newest 2 are kept") == decide(HERE_ONLY, *hung(hang=None, local=local))
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [((), ""), ((100,), ""), ((200,), ""), ((50, 300), "; it never left this machine: a newer one did")],
+    ids=["nothing there", "it is there", "it was there once", "it was passed over"],
+)
+def test_a_checkpoint_that_was_passed_over_is_told_when_it_goes(steps, says):
+    """
+    Only the newest is sent: one that a newer one overtook was only here, and whoever reads the log sees that.
+    """
+    local, there = (
+        tuple(replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, step=step)) for step in numbers)
+        for numbers in ((100, 200, 300), steps)
+    )
+    seen = Observed(now=START, boot_id="b", life="l", local=local, offsite=there)
+
+    assert Prune(local[0].ref, f"the newest 2 are kept{says}") == tidy(JOB, ACCEPTED, seen)
 
 
 @pytest.mark.parametrize(("attempts", "is_void"), [((), False), ((1,), False), ((1, 2), True)])
