@@ -130,5 +130,6 @@ class _Copying:
             self.known.note(key, before)
 
     def _leave(self, path: Path, why: str) -> None:
+        name = "".join(c if c.isprintable() else "?" for c in str(path))  # a line of the log is one line
         with self._lock:
-            self.left.append(f"{path}: {why}")
+            self.left.append(f"{name}: {why}")
