@@ -127,6 +127,10 @@ CLASSES = [
     ("network_reset", STEPS + raised(1, "OSError: [Errno 116] Stale file handle: '/mnt/data/a.bin'")),
     ("network_reset", "Cloning into 'b'...\nfatal: unable to access 'https://github.com/a/b/': Could not resolve host: github.com"),
     ("sigterm_external", STEPS + raised(1, PEER) + table(0, -2, [(1, 1)])),
+    ("checkpoint_corrupt", raised(None, "EOFError", "site-packages/torch/serialization.py")),
+    ("user_exception", "Primary config directory not found.\nCheck that the config directory exists"),
+    ("user_exception", "start\nbash: line 1: DATA_DIR: unbound variable"),
+    ("user_exception", "ERROR: Cannot install torch==99.9 because these package versions have conflicting dependencies."),
     ("unknown", raised(1, PEER)),
     ("unknown", ""),
 ]  # fmt: skip

@@ -22,7 +22,6 @@ from runner.supervise.triage.choose import choose, diagnose, words_about
 from runner.supervise.triage.evidence import gather
 from runner.supervise.triage.full import DISK_FULL, is_full, tell_full, weigh_disk
 from runner.supervise.triage.hung import explain, read_hang
-from runner.supervise.triage.silence import exited
 from runner.supervise.triage.sources import attempt_folder, find_sources, read_kills, read_source
 from runner.supervise.triage.telling import tell
 
@@ -47,8 +46,6 @@ def first_error(path: Path, ended: Exit | None = None, *, free_bytes: int | None
     chosen, told = explain(hang, seen, kept or []) if hang else (choose(seen), "")
     if chosen.label == "unknown" and free_bytes is not None and is_full(free_bytes):
         chosen, told = DISK_FULL, tell_full(path, free_bytes)
-    elif chosen.label == "unknown":
-        chosen = exited(chosen, seen)
     chosen = weigh_disk(chosen, free_bytes)
     files = [source.path for source in sources]
     found = advise(diagnose(chosen), words_about(chosen, seen))

@@ -53,6 +53,7 @@ ADVICE: Final = (
     # ---- settings
     _when(r"got an unexpected keyword argument", "the installed version of a library knows no such option", "pin the version that the script was written for"),
     _when(r"Some (?:specified arguments|keys) are not used by the HfArgumentParser|Could not override '|is not in struct|Extra inputs are not permitted", "the configuration has a key that nobody reads", "correct the key that is named"),
+    _when(r"^Primary config", "the folder or file of the configuration is not there", "correct config_path and config_name, or bring the file along"),
     _when(r"validation errors? for |MissingMandatoryValue|Field required", "the configuration lacks a value, or one has the wrong type", "correct the key that is named"),
     _when(r"^yaml\.|^(?:json\.\w+\.)?JSONDecodeError|^toml\w*\.", "a file of settings or data cannot be parsed", "look at the file at the line that is named; an empty one was cut while it was written"),
     _when(r"Output directory .* already exists", "the script refuses a folder that an earlier attempt filled", "let it go on from the newest checkpoint, or write elsewhere"),
@@ -80,7 +81,7 @@ ADVICE: Final = (
     _when(r"CUDA_HOME|MissingCUDA|nvcc", "an extension is compiled at run time, and the image has no CUDA toolkit", "use a -devel image, or install the toolkit and set CUDA_HOME", _USER),
     _perhaps(r"Error building extension", "an extension that is compiled at run time does not compile", "the compiler's first error stands above; check that its version, CUDA and torch fit", _USER),
     _when(r"cannot import name", "the installed version of a package has no such name", "pin the version that the script was written for"),
-    _when(r"No matching distribution|Could not find a version that satisfies", "pip knows no such package or version for this Python", "correct its name or version in setup"),
+    _when(r"No matching distribution|Cannot install .* conflicting dependencies|Could not find a version that satisfies", "pip knows no such package or version for this Python", "correct its name or version in setup"),
     _when(r"command not found|: not found$", "a program is not installed, or not on PATH", "install it in setup"),
     _when(r"Fatal Python error: (?:init_|_PyImport|Py_Initialize)", "Python finds no library of its own", "remove PYTHONHOME and PYTHONPATH from env"),
     _perhaps(r"Found no NVIDIA driver|No CUDA GPUs are available|no GPUs found", "this process sees no card", "start the container with --gpus all; look at CUDA_VISIBLE_DEVICES; else leave this server"),

@@ -38,7 +38,7 @@ _NAMED_ERROR: Final = re.compile(r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception|Int
 _OTHER_ERROR: Final = re.compile(
     r"^\S*python\S*: (?:can't open file|No module named|Error while finding module) |^\S+: error: |"
     r"^vramfarm-runner: cannot start |^(?:.*\[runner\] )?.*setup step .* exit code (?!0)|^fatal error: |"
-    r"^thread '.*' (?:\(\d+\) )?panicked at |^panic: |^Could not override '|^fatal: (?:unable|could not|repository|Authentication)|"
+    r"^thread '.*' (?:\(\d+\) )?panicked at |^panic: |^Could not override '|^Primary config \w+ not found|: line \d+: (?:syntax error|\w+: unbound variable)|^fatal: (?:unable|could not|repository|Authentication)|"
     r"Permission denied \(publickey|^Host key verification|^ERROR: (?:Failed |Could not |Cannot |Exception:|Invalid requirement|THESE PACKAGES)"
 )
 PROGRESS: Final = re.compile(

@@ -142,15 +142,6 @@ def last_resort(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen:
     return Chosen(label="unknown", line=noticed, rank=noticed.rank if noticed else None, confidence="low")
 
 
-def exited(chosen: Chosen, seen: Evidence) -> Chosen:
-    """A program that no launcher speaks for, which ended by itself and named no error: its last words are all there is."""
-    code = seen.launcher_code or 0
-    if seen.words is None or seen.exits or seen.suspects or not 0 < code < 128:  # noqa: PLR2004  # beyond are signals
-        return chosen
-    said = f"exited with code {code} and no error; its last words"
-    return Chosen(label="user_exception", line=seen.words, confidence="medium", said=said)
-
-
 def _aborted(dead: Chosen, seen: Evidence, suspects: Sequence[Suspect]) -> Chosen:
     """Native code that ends itself says why, if anybody does."""
     own = [s.line for s in suspects if s.line.rank == dead.rank and _OWN_END.search(s.line.text)]

@@ -113,7 +113,7 @@ def _context(label: str, frames: str, words: str, weight: int = 2, kind: Kind = 
 
 CONTEXTS: Final = (
     _context("", r"multiprocessing/(?:spawn|forkserver)\.py", r"^EOFError|UnpicklingError", 0, Kind.ECHO),  # of a child whose parent failed to send it
-    _context("checkpoint_corrupt", r"torch/serialization\.py", r"^OSError: \[Errno 22\]"),  # of a zip file without its end
+    _context("checkpoint_corrupt", r"torch/serialization\.py", r"^OSError: \[Errno 22\]|^EOFError"),  # of a zip file without its end, of an empty file
     _context("network_reset", r"/(?:urllib3?|http|requests|httpx2?|httpcore2?|aiohttp|botocore|huggingface_hub)/", r"gaierror|Name or service not known|^OSError: \[Errno 1\d\d\]|^(?:socket\.)?timeout\b|^TimeoutError", 1),
 )  # fmt: skip
 

@@ -30,7 +30,8 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
     if chosen.label.startswith("host_oom") and seen.kills:
         return f"{_out_of_memory(chosen, seen.kills)}; see {log}"
     if line is None:
-        return f"{_only_code(ended)}; see {log}"
+        words = f"; the last words: {_cut(seen.words.text.strip())}" if seen.words and ended and ended.code else ""
+        return f"{_only_code(ended)}{words}; see {log}"
     code = next((code for rank, code in seen.exits.items() if seen.exit_lines[rank].place == line.place), None)
     if code is not None:
         rank = line.rank if chosen.rank is None else chosen.rank
