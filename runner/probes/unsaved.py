@@ -35,6 +35,9 @@ _OURS: Final = frozenset(
         ".probe",
         ".staging",
         ".outputs.json",
+        ".published.json",
+        ".logs-published",
+        "refusal.json",
     }
 )
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})

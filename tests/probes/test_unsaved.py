@@ -5,7 +5,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from runner import tasks
+from runner.cli.refusal import REFUSAL
+from runner.folder import RunFolder
 from runner.probes.unsaved import find_unsaved, has_files
+from runner.storage.offsite import outputs
 
 THEN = datetime.now(UTC) - timedelta(hours=1)
 
@@ -20,6 +24,19 @@ def put(path, *, age_s=0):
     path.write_text("x")
     moment = datetime.now(UTC).timestamp() - age_s
     os.utime(path, (moment, moment))
+
+
+def test_our_own_notes_keep_no_server(tmp_path):
+    """
+    What the runner notes in the run folder is nobody's work: no server is saved, and paid for, because of it.
+    """
+    notes = (tasks._PUBLISHED, tasks._LOGS_AT, outputs.INDEX, REFUSAL)
+    files = ("journal", "job", "lock", "stop", "status", "metrics", "report", "holder")
+    run = RunFolder(root=tmp_path / "job")
+    for path in (*(run.root / name for name in notes), *(getattr(run, name) for name in files)):
+        put(path)
+
+    assert () == look(tmp_path)
 
 
 @pytest.mark.parametrize(
