@@ -45,7 +45,8 @@ from runner.supervise.trim import Ahead, stored_bytes, trim
 from vramfarm.protocol import ControlPage, Word
 
 _LOOK_AT_SAVES_EVERY: Final = timedelta(seconds=2)
-_SIZE_LOGS_EVERY: Final = timedelta(seconds=20)
+_SIZE_LOGS_EVERY: Final = timedelta(seconds=0.5)  # of the attempt that runs: a script can print gigabytes in seconds
+_SIZE_OTHERS_EVERY: Final = timedelta(seconds=20)
 _KEEP_AHEAD_EVERY: Final = timedelta(seconds=5)
 _FIND_EVERY: Final = timedelta(seconds=2)
 _READ_LOG_EVERY: Final = timedelta(seconds=2)
@@ -335,13 +336,23 @@ class Logs:
         self._folder = folder
         self._ahead = Ahead(folder)
         self._kept_at = datetime.min.replace(tzinfo=UTC)
-        self._size = 0
-        self._sized_at = datetime.min.replace(tzinfo=UTC)
+        self._attempt: Path | None = None
+        self._size = self._of_others = 0
+        self._sized_at = self._others_at = datetime.min.replace(tzinfo=UTC)
+        self._trimmed_in_vain = False
         self.error = ""
 
-    def size(self, now: datetime) -> int:
-        if now - self._sized_at >= _SIZE_LOGS_EVERY and not self.error:
-            self._size, self._sized_at = stored_bytes(self._folder), now
+    def size(self, now: datetime, attempt: Path | None) -> int:
+        """What they take, all together: those of the attempt that runs looked at each tick, others now and then and when it ends."""
+        if self.error:
+            return self._size
+        if attempt != self._attempt or now - self._others_at >= _SIZE_OTHERS_EVERY:
+            self._size = stored_bytes(self._folder)
+            self._of_others = self._size - (stored_bytes(attempt) if attempt else 0)
+            self._attempt, self._sized_at, self._others_at = attempt, now, now
+            self._trimmed_in_vain = False
+        elif attempt and now - self._sized_at >= _SIZE_LOGS_EVERY and not self._trimmed_in_vain:
+            self._size, self._sized_at = self._of_others + stored_bytes(attempt), now
         return self._size
 
     def keep_ahead(self, now: datetime, attempt: Path | None) -> None:
@@ -354,5 +365,7 @@ class Logs:
         self._size = 0  # until it is looked at again
         try:
             trim(self._folder, max_bytes)
+            self._of_others = stored_bytes(self._folder) - (stored_bytes(self._attempt) if self._attempt else 0)
+            self._trimmed_in_vain = stored_bytes(self._folder) > max_bytes  # beginnings and ends alone are more
         except OSError as error:
             self.error = error.strerror or str(error)

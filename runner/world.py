@@ -159,14 +159,15 @@ class RealWorld:
         deadline_at, deadline_why = self._tell_deadline(history, opened)
         shelf = self.checkpoints.look()
         running = self._sight.attempt
-        self._logs.keep_ahead(now, self._folder.attempt(running.number) if running else None)
+        logs = self._folder.attempt(running.number) if running else None
+        self._logs.keep_ahead(now, logs)
         seen = Observed(
             now=now,
             boot_id=self._boot_id,
             life=self._life,
             local=shelf.committed,
             free_bytes=free_bytes(self.checkpoints.root),
-            log_bytes=self._logs.size(now),
+            log_bytes=self._logs.size(now, logs),
             log_error=self._logs.error,
             leftovers=shelf.leftovers,
             damaged=shelf.damaged,

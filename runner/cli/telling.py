@@ -17,7 +17,7 @@ import structlog
 from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
 from runner.job import Job
-from runner.policy.actions import Accept, Action, End, GoOn, Launch, Wait
+from runner.policy.actions import Accept, Action, End, GoOn, Launch, TrimLogs, Wait
 from runner.policy.batch import tell_batch
 from runner.policy.scaling import tell_scaling
 from runner.report import gather_folder, page
@@ -104,6 +104,7 @@ class Teller:
         self._enough: bool | None = None
         self._scaling_told = 0
         self._end_told = 0
+        self._trimmed_at: datetime | None = None
         self._draining = False  # said in this boot that the end is held up
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
@@ -124,7 +125,7 @@ class Teller:
         knows_saves, self._save_s = self._save_s is not None, last_save_s(seen) or self._save_s
         self._saved_s = seen.last_save_s or self._saved_s
         self._tell_end(seen, history)
-        if action is not None and (line := describe(action)):
+        if action is not None and not self._is_told(action, seen.now) and (line := describe(action)):
             self._say(line)
         if isinstance(action, Launch):
             for line in tell_batch(self._job, action, history, seen):
@@ -135,6 +136,13 @@ class Teller:
         self._tell_grace(first=False)  # only now: the next life knows what was told
         self._measure(seen, history)
         self._before = seen
+
+    def _is_told(self, action: Action, now: datetime) -> bool:
+        """A script that floods its logs has them trimmed each second; that is one line a flood."""
+        if not isinstance(action, TrimLogs):
+            return False
+        told, self._trimmed_at = self._trimmed_at, now
+        return told is not None and now - told < _LATE
 
     def _say(self, line: str) -> None:
         self._message = line

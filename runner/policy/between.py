@@ -21,7 +21,7 @@ from runner.job import Job
 from runner.policy.actions import WRONG_JOB, Action, Begin, Conclude, Discard, Join, Launch, Leave, Wait
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import lock_out, refuse, refuse_job
-from runner.policy.house import has_room, keep_house, publish_now_and_then, tell_end, tidy, trim_logs
+from runner.policy.house import has_room, keep_house, publish_now_and_then, tell_end, tidy
 from runner.policy.ledger import is_void, sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import DISK_FULL, GiveUp, Retry, Succeeded, decide_restart
@@ -180,7 +180,7 @@ def _expect_disk(job: Job, history: History, seen: Observed) -> Action | None:
         return None
     what = f"the disk of this run is full: {seen.free_bytes / 1e6:.1f} MB are free"
     hint = "free some space there, or put the run on a larger disk, and start it again; it goes on where it was"
-    return trim_logs(job, seen) or tidy(job, history, seen) or refuse(Outcome.REFUSED, f"{what}; {hint}", job, seen)
+    return tidy(job, history, seen) or refuse(Outcome.REFUSED, f"{what}; {hint}", job, seen)
 
 
 def _is_full(free_bytes: int, history: History, seen: Observed) -> bool:

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
 from runner.job import Job
-from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, TrimLogs, Wait
+from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, Wait
 from runner.policy.divergence import is_distrusted, newest_good
 from runner.policy.retention import plan_retention
 from runner.policy.slow import begin, end_stuck, failure_of, may_write
@@ -21,8 +21,7 @@ _NOTHING = Ref(-1, -1, -1, "")
 def keep_house(job: Job, history: History, seen: Observed) -> Action | None:
     """What is always right, whoever is training: get copies off the machine, keep the disk free."""
     return (
-        trim_logs(job, seen)
-        or end_stuck(seen)
+        end_stuck(seen)
         or _hold_lease(job, seen)
         or _survey(job, seen)
         or _open_again(history, seen)
@@ -33,10 +32,6 @@ def keep_house(job: Job, history: History, seen: Observed) -> Action | None:
         or _copy_outputs(job, seen)
         or publish_now_and_then(job, history, seen)
     )
-
-
-def trim_logs(job: Job, seen: Observed) -> Action | None:
-    return TrimLogs(job.logs.max_size) if seen.log_bytes > job.logs.max_size else None
 
 
 def _hold_lease(job: Job, seen: Observed) -> Action | None:

@@ -2,7 +2,7 @@
 
 from runner.facts import Attempt, Ending, Exit, History, Observed, Outcome
 from runner.job import Job
-from runner.policy.actions import Accept, Action, GoOn, RecordExit
+from runner.policy.actions import Accept, Action, GoOn, RecordExit, TrimLogs
 from runner.policy.between import between_attempts
 from runner.policy.finish import after_the_end
 from runner.policy.house import commit_last, set_aside_spoilt
@@ -15,7 +15,7 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
     """Return the next action. The rules are in order of urgency; the first that applies wins."""
     if history.accepted_at is None:
         return Accept()
-    if first := _go_on(history, seen) or cease(seen) or set_aside_spoilt(history, seen):
+    if first := _go_on(history, seen) or cease(seen) or _trim_logs(job, seen) or set_aside_spoilt(history, seen):
         return first
     if seen.live is not None:
         return while_live(job, history, seen, seen.live)
@@ -41,6 +41,11 @@ def _go_on(history: History, seen: Observed) -> GoOn | None:
     if over is not None and over.outcome is Outcome.LIMIT and limit is not None and seen.now < limit:
         return GoOn("the limit that was reached is a later one now")
     return None
+
+
+def _trim_logs(job: Job, seen: Observed) -> TrimLogs | None:
+    """Whatever else goes on, and once more when it is over: what a flood left behind is for nobody."""
+    return TrimLogs(job.logs.max_size) if seen.log_bytes > job.logs.max_size else None
 
 
 def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordExit:

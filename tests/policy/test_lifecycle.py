@@ -1022,9 +1022,9 @@ def test_nothing_is_uploaded_while_the_store_is_tidied():
 
 
 @pytest.mark.parametrize(("log_bytes", "expected"), [(1000, Wait), (1001, TrimLogs)])
-def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expected):
+def test_logs_that_grow_too_large_are_trimmed_while_it_trains_and_at_the_end(log_bytes, expected):
     """
-    A script that prints a thousand lines a second for a night must not fill the disk of the checkpoints.
+    A script that prints a thousand lines a second for a night must not fill the disk of the checkpoints, nor leave it full.
     """
     job = Job.model_validate({"command": "train.py", "logs": {"max_size": 1000}})
     history = History(accepted_at=START, opened_at=START)
@@ -1037,6 +1037,8 @@ def test_logs_that_grow_too_large_are_trimmed_while_it_trains(log_bytes, expecte
     )
 
     assert isinstance(decide(job, history, seen), expected)
+    over = replace(history, conclusion=Conclusion(outcome=Outcome.SUCCEEDED, reason="training is done", at=START))
+    assert (log_bytes > 1000) is isinstance(decide(job, over, replace(seen, live=None)), TrimLogs)
 
 
 # --------------------------------------------------------------------------------- preflight

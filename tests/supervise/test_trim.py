@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from runner.sight import Logs
 from runner.supervise.logs import Follower, read_tail
 from runner.supervise.triage.lines import read_lines
 from runner.supervise.trim import AHEAD_BYTES, HEAD_BYTES, Ahead, stored_bytes, trim
@@ -177,3 +181,63 @@ def test_what_was_kept_ahead_is_given_back(tmp_path: Path) -> None:
     assert True is (kept >= AHEAD_BYTES)
     assert True is (stored_bytes(tmp_path) < MIB)
     assert b"a line\n" == (first / "rank.log").read_bytes()
+
+
+def test_a_flood_is_seen_at_the_next_tick(folder: Path) -> None:
+    """
+    Gigabytes are printed in seconds: a look each few of them would be too late for a disk.
+    """
+    logs, attempt, now = Logs(folder), folder / "attempt-0001", datetime(2026, 1, 1, tzinfo=UTC)
+    logs.size(now, attempt)
+    with _log(folder, 0).open("ab") as file:
+        file.write(b"more\n" * (4 * MIB))
+
+    seen = logs.size(now + timedelta(seconds=1), attempt)
+    logs.trim(20 * MIB)
+    after = logs.size(now + timedelta(seconds=2), attempt)
+
+    assert stored_bytes(folder) == after
+    assert 60 * MIB < seen
+    assert after <= 20 * MIB
+
+
+def test_a_limit_below_what_is_never_given_up_is_no_reason_to_try_at_each_tick(folder: Path) -> None:
+    """
+    Beginnings and ends stay, so the logs are still larger after it.
+    """
+    logs, attempt, now = Logs(folder), folder / "attempt-0001", datetime(2026, 1, 1, tzinfo=UTC)
+    logs.size(now, attempt)
+    logs.trim(MIB)
+
+    assert 0 == logs.size(now + timedelta(seconds=2), attempt)
+    assert MIB < logs.size(now + timedelta(seconds=30), attempt)
+
+
+def test_nothing_of_a_flood_is_left_after_the_end(tmp_path: Path) -> None:
+    """
+    A script that prints more than logs.max_size in its last second leaves no more than that behind; it is told in one line.
+    """
+    job = {
+        "name": "flood",
+        "command": "sh -c 'yes a line that comes again and again | head -c 90000000'",
+        "launcher": "command",
+        "cpu_processes": 1,
+        "preflight": {"comm_test": False},
+        "provider": {"kind": "none"},
+        "logs": {"max_size": "10MiB"},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    done = subprocess.run(
+        (sys.executable, "-I", "-m", "runner", "run", "--config", "job.yaml"),
+        env={**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path)},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert stored_bytes(tmp_path / "flood" / "logs") <= 10 * MIB
+    assert 1 == done.stderr.count("trim logs to")
