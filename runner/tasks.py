@@ -29,13 +29,12 @@ from runner.adapters.secrets import find_values, with_store_keys
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
 from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
-from runner.policy import ledger
 from runner.policy.house import NO_LOGS
 from runner.policy.slow import WRITERS
+from runner.publishing import LEDGER, Publishing, read_json
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, transfer
-from runner.storage.offsite.known import Known
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
 if TYPE_CHECKING:
@@ -48,14 +47,6 @@ Arguments = Mapping[str, Any]
 Source = GitSource | PathSource | ArchiveSource | None
 
 _PIECE_BYTES: Final = 8 << 20
-_LEDGER: Final = "ledger.json"
-_TREES: Final = ("logs", "evidence")
-_LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
-_LOGS_SOON_BYTES: Final = 16 << 20  # of all files of an attempt while it runs: the whole comes when it is over
-_LOG_SOON_BYTES: Final = 4 << 20  # of one of these
-_PUBLISHED: Final = ".published.json"  # in the run folder
-_LOGS_AT: Final = ".logs-published"  # there, too: its time
-_LOGS_LATE_S: Final = 900.0  # a line that is never free of checkpoints carries them behind one
 _MAX_LEFT: Final = 20
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
@@ -188,7 +179,7 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     transfer.publish(
         store, arguments["job"], {transfer.LOOKED: json.dumps({**written, "abilities": asdict(abilities)}).encode()}
     )
-    job, ledger = (_read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", _LEDGER))
+    job, ledger = (read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", LEDGER))
     seen, lacks = look(arguments, progress), LACKS[abilities.checksums]
     return {
         **seen,
@@ -257,14 +248,16 @@ def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
+    publishing = _publishing(store, arguments)
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
-        published = beside.submit(_publish_files, store, arguments)
+        published = beside.submit(publishing.publish_files, logs=False)
         copied = transfer.upload(store, arguments["job"], directory, ref, progress)
         took = time.monotonic() - started
         published.result()
-    if _are_logs_late(Path(arguments["run_dir"])):
-        _publish_files(store, arguments, logs=True)
+    if publishing.are_logs_late():
+        with suppress(OffsiteError):  # it is tried again with the next copy; the checkpoint is safe
+            publishing.publish_files(logs=True)
     size = directory.manifest(ref).size_bytes
     spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
     summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"
@@ -352,14 +345,14 @@ def tell(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
-    conclusion = arguments.get("conclusion")
-    number = _publish_files(store, arguments, logs=not arguments["subject"].endswith(NO_LOGS))
+    publishing, conclusion = _publishing(store, arguments), arguments["conclusion"]
+    number = publishing.publish_files(logs=not arguments["subject"].endswith(NO_LOGS))
     if conclusion:
         transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
         with suppress(OffsiteError):  # a key that may not remove anything
             transfer.close(store, arguments["job"])
     if arguments["machine"]["attempts"]:  # else an earlier machine's report says more
-        _publish_report(store, arguments)
+        publishing.publish_report()
     return {"summary": f"{number} files"}
 
 
@@ -438,14 +431,6 @@ def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**asdict(checkpoint), "written_at": checkpoint.written_at.isoformat()}
 
 
-def _read_json(store: Store, key: str) -> dict[str, Any]:
-    raw = store.get(key, limit_bytes=16 << 20)
-    with suppress(ValueError, RecursionError):
-        fields = json.loads(raw or b"{}")
-        return fields if isinstance(fields, dict) else {}
-    return {}
-
-
 def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
     abilities = parse_abilities(arguments.get("abilities"))
     offload = OffloadPolicy.model_validate(arguments["offload"])
@@ -456,6 +441,17 @@ def _open_at(address: str, arguments: Arguments) -> Store:
     """Another place, with endpoint and credentials of `offload`."""
     offload = OffloadPolicy.model_validate({**arguments["offload"], "to": address})
     return open_store(offload, with_store_keys(os.environ))
+
+
+def _publishing(store: Store, arguments: Arguments) -> Publishing:
+    return Publishing(
+        store=store,
+        job=arguments["job"],
+        run_dir=Path(arguments["run_dir"]),
+        machine=arguments["machine"],
+        is_leaving=arguments["is_leaving"],
+        is_over=bool(arguments["conclusion"]),
+    )
 
 
 def _directory(arguments: Arguments) -> CheckpointDir:
@@ -475,78 +471,6 @@ def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     if not found:
         raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True)
     return found[0]
-
-
-def _publish_files(store: Store, arguments: Arguments, *, logs: bool = False) -> int:
-    """
-    What a person reads from the bucket alone. Of other machines nothing is overwritten, and what has not
-    changed is not looked at, but when the run is over.
-    """
-    run_dir = Path(arguments["run_dir"])
-    number = _write_ledger(store, arguments)
-    places = {
-        "job.json": "job.json",
-        "journal.jsonl": f"machines/{number:04d}/journal.jsonl",
-        "metrics.jsonl": f"machines/{number:04d}/metrics.jsonl",
-    }
-    files = {place: (run_dir / name, _LOG_LIMIT_BYTES) for name, place in places.items() if (run_dir / name).is_file()}
-    files |= _logs(run_dir, arguments, number) if logs else {}
-    if arguments.get("conclusion"):
-        (run_dir / _PUBLISHED).unlink(missing_ok=True)
-    known = Known(run_dir / _PUBLISHED, store)
-    try:
-        for place, (path, limit_bytes) in files.items():
-            transfer.publish_file(store, f"{arguments['job']}/{place}", path, limit_bytes, known)
-    finally:
-        known.save()
-    if logs:
-        (run_dir / _LOGS_AT).touch()
-    return len(files)
-
-
-def _are_logs_late(run_dir: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return datetime.now(UTC).timestamp() > (run_dir / _LOGS_AT).stat().st_mtime + _LOGS_LATE_S
-    return True
-
-
-def _publish_report(store: Store, arguments: Arguments) -> None:
-    """Of all machines: only the store knows them."""
-    from runner.report import gather_store, page
-
-    status = Path(arguments["run_dir"]) / "status.json"
-    with suppress(FileNotFoundError):
-        transfer.publish(store, arguments["job"], {"status.json": status.read_bytes()})
-    written = page(gather_store(store, arguments["job"]))
-    transfer.publish(store, arguments["job"], {"report.html": written.encode()})
-
-
-def _write_ledger(store: Store, arguments: Arguments) -> int:
-    """Put this machine's entry in, as it is now; returns its number."""
-    mine = ledger.parse_machine(arguments["machine"])
-    machines = ledger.merge(ledger.parse(_read_json(store, f"{arguments['job']}/{_LEDGER}")), mine)
-    transfer.publish(store, arguments["job"], {_LEDGER: json.dumps(ledger.dump(machines), indent=1).encode()})
-    return 1 + next(number for number, machine in enumerate(machines) if machine.id == mine.id)
-
-
-def _logs(run_dir: Path, arguments: Arguments, number: int) -> dict[str, tuple[Path, int]]:
-    """By place, logs of this machine's attempts and tasks, and how much of each goes: the end of one that is too large."""
-    attempts = {f"attempt-{attempt['number']:04d}": attempt["ending"] for attempt in arguments["machine"]["attempts"]}
-    files: dict[str, tuple[Path, int]] = {}
-    for name, ending in attempts.items():
-        found = [path for tree in _TREES for path in _plain_files(run_dir / tree / name)]
-        soon = min(_LOG_SOON_BYTES, _LOGS_SOON_BYTES // max(1, len(found)))
-        limit_bytes = soon if ending is None or arguments["is_leaving"] else _LOG_LIMIT_BYTES
-        files |= {path.relative_to(run_dir).as_posix(): (path, limit_bytes) for path in found}
-    tasks = run_dir / "logs" / "tasks"
-    here = f"machines/{number:04d}/tasks"
-    return files | {
-        f"{here}/{path.relative_to(tasks).as_posix()}": (path, _LOG_SOON_BYTES) for path in _plain_files(tasks)
-    }
-
-
-def _plain_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
 
 
 if __name__ == "__main__":

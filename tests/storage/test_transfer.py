@@ -542,13 +542,15 @@ def test_of_a_long_log_the_end_goes_first_and_the_whole_later(store, tmp_path):
 
 def test_published_files_are_there_under_the_jobs_name(store, tmp_path):
     """
-    Small ones, large ones, and bytes; one that is gone costs nothing; a later version replaces an earlier one.
+    Small ones, large ones, and bytes; one that is gone, or cannot be read, costs nothing; a later version replaces
+    an earlier one.
     """
     known = Known(tmp_path / "known", store)
+    (tmp_path / "unreadable.log").mkdir()
     (tmp_path / "large.log").write_bytes(b"x" * (CHUNK_BYTES + 1))
     for lines in (b"1\n", b"1\n2\n"):
         (tmp_path / "journal.jsonl").write_bytes(lines)
-        for name in ("journal.jsonl", "large.log", "gone.log"):
+        for name in ("journal.jsonl", "gone.log", "unreadable.log", "large.log"):
             transfer.publish_file(store, f"job/{name}", tmp_path / name, CHUNK_BYTES + 1, known)
         transfer.publish(store, "job", {"status.json": b"{}"})
 

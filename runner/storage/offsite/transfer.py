@@ -629,7 +629,7 @@ def publish(store: Store, job: str, files: Mapping[str, bytes]) -> None:
 
 def publish_file(store: Store, key: str, path: Path, limit_bytes: int, known: Known) -> None:
     """
-    Store a file as it is now, or its end where it is larger; it may grow meanwhile, and it may be gone. What
+    Store a file as it is now, or its end where it is larger; it may grow meanwhile, or be gone. What
     is there unchanged is not sent, and what `known` says of it is believed.
     """
     now = signature(path)
@@ -640,8 +640,8 @@ def publish_file(store: Store, key: str, path: Path, limit_bytes: int, known: Kn
         return
     try:
         _publish_whole(store, key, path) if wanted == now[0] else store.put(key, _end_of(path, limit_bytes))
-    except OSError as error:
-        raise OffsiteError(f"{path}: {error.strerror}", final=False) from error
+    except OSError:
+        return  # one file that cannot be read must not keep all others from being told
     except OffsiteError as error:
         if not error.damaged:
             raise
