@@ -29,7 +29,7 @@ def _open_file(
 def _open_s3(
     offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None
 ) -> Store:
-    from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # boto3 costs half a second and 60 MB
+    from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # botocore costs a quarter of a second and 40 MB
     from runner.storage.offsite.wire import TIMEOUTS_S  # noqa: PLC0415  # the same
 
     return S3Store(offload, env, abilities, timeouts_s=timeouts_s or TIMEOUTS_S)

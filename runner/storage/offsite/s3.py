@@ -7,7 +7,7 @@ server may know less: only checksums of parts (`COMPOSITE`), which our manifest 
 well, or none; then each part carries its MD5, and the caller reads the bytes back. Which of
 the three, and whether a conditional write is honoured, is found out once, by trying (`probe`).
 
-Found with boto3, and answered here or by the callers' checksums: a ranged read hands over a
+Found with botocore, and answered here or by the callers' checksums: a ranged read hands over a
 flipped byte, or a body that was cut short, as if nothing were wrong, and retries no body; a
 `put_object` whose answer was lost is sent again, so that `If-None-Match` may be refused
 because of ourselves; a HEAD of a bucket that is not there is a plain 404.

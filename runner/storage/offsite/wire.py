@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
 from urllib.parse import urlsplit
 
-import boto3
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import (
@@ -105,19 +104,14 @@ def connect(
     """
     A client with time limits and bounded retries.
 
-    Credentials come from `env`, else from where boto3 looks; those of an instance role or of STS are
+    Credentials come from `env`, else from where botocore looks; those of an instance role or of STS are
     renewed by botocore while the client lives. What `offload` leaves open is as `env` says, else as the
     profile of the AWS configuration files does.
     """
-    profile = _profile()
+    session = botocore.session.get_session()
+    profile = _profile(session)
     endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or profile.endpoint
     region = offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or profile.region
-    session = boto3.session.Session(
-        aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
-        aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
-        aws_session_token=env.get("AWS_SESSION_TOKEN"),
-        region_name=region or "us-east-1",
-    )
     config = Config(
         connect_timeout=timeouts_s[0],
         read_timeout=timeouts_s[1],
@@ -132,12 +126,21 @@ def connect(
         response_checksum_validation="when_required",
     )
     try:
-        client = session.client("s3", endpoint_url=endpoint or None, config=config, verify=_own_ca(env, profile))
+        client = session.create_client(
+            "s3",
+            region_name=region or "us-east-1",
+            endpoint_url=endpoint or None,
+            verify=_own_ca(env, profile),
+            aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
+            aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
+            aws_session_token=env.get("AWS_SESSION_TOKEN"),
+            config=config,
+        )
     except ValueError as error:
         raise OffsiteError(f"offload.endpoint: {error}", hint="expected https://host", final=True) from error
     client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
     client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
-    return client
+    return cast("S3Client", client)
 
 
 def _damaged_on_its_way(response: Any, attempts: int, request_dict: Any, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
@@ -161,8 +164,7 @@ class _Profile:
     ca_bundle: str
 
 
-def _profile() -> _Profile:
-    session = botocore.session.get_session()
+def _profile(session: botocore.session.Session) -> _Profile:
     scoped = session.get_scoped_config()
     own = session.full_config.get("services", {}).get(scoped.get("services"), {}).get("s3", {})
     s3 = scoped.get("s3", {})
