@@ -99,16 +99,20 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. Out of sight durably before the first byte goes, so it never looks complete."""
-    hidden = path.with_name(protocol.REMOVED + path.name)
-    path.rename(hidden)
-    sync_folder(path.parent)
-    discard(hidden)
+    discard(_rename(path, protocol.REMOVED))
 
 
 def set_aside(path: Path) -> None:
     """Keep a damaged checkpoint for a human, under a name that nobody resumes from."""
-    path.rename(path.with_name(protocol.DAMAGED + path.name))
+    _rename(path, protocol.DAMAGED)
+
+
+def _rename(path: Path, prefix: str) -> Path:
+    target = path.with_name(prefix + path.name)
+    discard(target)  # of a checkpoint that went before and was restored since
+    path.rename(target)
     sync_folder(path.parent)
+    return target
 
 
 def discard(path: Path) -> None:

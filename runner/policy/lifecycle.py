@@ -52,6 +52,10 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     """Only now: everything the attempt left is committed, so a success cannot outlive its checkpoint."""
     exit_ = seen.exit or Exit(code=None)
     asked = history.interrupted == attempt.number
+    unsaved = _unsaved_steps(seen) if exit_.code == 0 and not seen.end and not asked else 0
+    if unsaved:
+        reason = f"it ended with exit 0 and without its last save: {unsaved} steps were lost; os._exit skips it, and the log says where it failed"
+        return RecordExit(Ending.FAILED, exit_, max(seen.progress.step, attempt.step), reason, None)
     if (seen.end and seen.end.kind == "done") or (not seen.end and not asked and exit_.code == 0):
         ending = Ending.SUCCEEDED
     elif asked or seen.end:
@@ -64,3 +68,12 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     is_as_asked = asked and not seen.end  # by SIGTERM, and that is no error
     diagnosis = None if ending is Ending.SUCCEEDED or is_as_asked else seen.diagnosis
     return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)
+
+
+def _unsaved_steps(seen: Observed) -> int:
+    """
+    Of a script that uses the library, which saves at every end that Python sees. The step that it was at is none.
+    """
+    saved = max((c.ref for c in seen.local), default=None)
+    steps = seen.progress.step - (saved.step if saved else 0)
+    return steps if seen.progress.attached and steps > 1 else 0

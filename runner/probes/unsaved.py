@@ -14,12 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from vramfarm.protocol import DAMAGED, REMOVED, SAVER_LOCK, TEMPORARY, is_name
+
 _EXAMPLES: Final = 3
 _MAX_ENTRIES: Final = 200_000
 _OURS: Final = frozenset(
     {
         ".vramfarm",
-        "checkpoints",
         "logs",
         "evidence",
         "lib",
@@ -40,6 +41,7 @@ _OURS: Final = frozenset(
         "refusal.json",
     }
 )
+_UNFINISHED: Final = (TEMPORARY, REMOVED, DAMAGED)
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
 
 
@@ -49,9 +51,9 @@ def find_unsaved(
     """
     Return a few files below `folder` that were written since, and are neither the run's own
     records nor checkpoints (whose copies are compared one by one), nor in folders that are `saved`.
-    Never follows a link.
+    What a script saves beside the checkpoints counts like all else. Never follows a link.
     """
-    ours = {run_dir / name for name in _OURS} | {checkpoint_dir, folder / ".vramfarm", *saved}
+    ours = {run_dir / name for name in _OURS} | {folder / ".vramfarm", *saved, *_checkpoints(checkpoint_dir)}
     found = []
     for number, (path, entry) in enumerate(_files(folder, ours)):
         if number >= _MAX_ENTRIES:
@@ -61,6 +63,12 @@ def find_unsaved(
         if len(found) >= _EXAMPLES or number >= _MAX_ENTRIES:
             break
     return tuple(found)
+
+
+def _checkpoints(directory: Path) -> Iterator[Path]:
+    """What the saver and the runner have there."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return (p for p in paths if is_name(p.name) or p.name.startswith(_UNFINISHED) or p.name == SAVER_LOCK)
 
 
 def has_files(folder: Path) -> bool:

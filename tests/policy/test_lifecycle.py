@@ -28,6 +28,7 @@ from runner.facts import (
     Observed,
     Outcome,
     Preflight,
+    Progress,
     Running,
     Stage,
     TaskKind,
@@ -1005,6 +1006,33 @@ def test_done_but_not_in_the_store_is_not_zero(tmp_path):
 
     assert (4, True, True) == (end.code, end.stop, end.keep)
     assert "connection refused" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "expected"),
+    [
+        pytest.param(50, None, Ending.FAILED, id="nothing was saved"),
+        pytest.param(50, 37, Ending.FAILED, id="thirteen steps are lost"),
+        pytest.param(50, 50, Ending.SUCCEEDED, id="saved where it ended"),
+        pytest.param(51, 50, Ending.SUCCEEDED, id="it left in the middle of a step"),
+        pytest.param(0, None, Ending.SUCCEEDED, id="it only looked"),
+    ],
+)
+def test_exit_0_without_the_last_save_is_no_success(step, saved, expected):
+    """
+    A library that could not save at the end (os._exit, a full disk) leaves work that is nowhere: success would throw it away.
+    """
+    local = (Checkpoint(ref=Ref(1, saved, 1, "0" * 8), size_bytes=1, world_size=1, written_at=START),) if saved else ()
+    attempt = Attempt(number=1, id="a", boot_id="b", launched_at=START, lineage=1, resume=None)
+    history = History(accepted_at=START, opened_at=START, attempts=(attempt,))
+    seen = Observed(now=START, boot_id="b", life="l", local=local, exit=Exit(code=0))
+    seen = replace(seen, progress=Progress(attached=True, step=step, max_steps=100))
+
+    action = decide(JOB, history, seen)
+
+    assert isinstance(action, RecordExit)
+    assert expected == action.ending
+    assert action.step == step
 
 
 def test_nothing_is_uploaded_while_the_store_is_tidied():

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -382,13 +383,16 @@ def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path):
         train(tmp_path, 1, odd=Odd())
 
 
-def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys):
+@pytest.mark.parametrize("is_again", [False, True], ids=["once", "again, restored meanwhile"])
+def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys, is_again):
     """
     A flipped bit costs one checkpoint, not the run, and a human finds the evidence.
     """
     train(tmp_path, 2)
     train(tmp_path, 4)
     bad = newest(tmp_path)
+    if is_again:
+        shutil.copytree(bad.path, bad.path.with_name(protocol.DAMAGED + bad.path.name))
     path = bad.path / bad.manifest.shards[0].path
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 4
