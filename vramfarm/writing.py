@@ -26,7 +26,7 @@ from vramfarm.protocol import Shard
 IN_FLIGHT: Final = 8  # pieces of a shard
 _SUMMERS: Final = 4  # threads of a shard
 _BLOCK: Final = 4096
-_POLITE: Final = 10  # niceness; the disk's queue follows it
+_POLITE: Final = 10  # niceness
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -55,7 +55,11 @@ def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_b
 
 
 def _write_window(threads: _Threads, target: _Target, memory: memoryview, begin: int, end: int) -> Sequence[int]:
-    """Sums have threads of their own: where processors are busy the disk does not wait for them."""
+    """
+    Sums have threads of their own: where processors are busy the disk does not wait for them.
+
+    They are polite. Direct writes are not: they take a hundredth of a second for each GB, and the disk stands still while they wait for it.
+    """
     jobs: list[Future[int]] = []
     for start in range(begin, end, protocol.CHUNK_BYTES):
         jobs.append(threads.writers.submit(target.write, memory, begin, start))
@@ -67,7 +71,7 @@ class _Threads:
     """Of one shard."""
 
     def __init__(self) -> None:
-        self.writers = ThreadPoolExecutor(IN_FLIGHT, initializer=_be_polite)
+        self.writers = ThreadPoolExecutor(IN_FLIGHT)
         self.summers = ThreadPoolExecutor(_SUMMERS, initializer=_be_polite)
 
 
@@ -168,6 +172,7 @@ class _Target:
         if self._is_direct:
             self._put(memory, begin, start, min(-(-end // _BLOCK) * _BLOCK, begin + len(memory)))
         else:
+            _be_polite()  # copying into the page cache costs a processor as much as it costs the disk
             self._put(memory, begin, start, end)
             _libc.sync_file_range(
                 self._fd, ctypes.c_longlong(start), ctypes.c_longlong(end - start), _SYNC_FILE_RANGE_WRITE

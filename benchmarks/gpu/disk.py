@@ -8,8 +8,8 @@ In turns, in one run: direct writes of plain memory, of a memory file, as the sa
 sums.
 
 With --busy one process more for each core does nothing but sums, as a training does that fills all cores; the last
-columns say what writing took of the processor, and how much slower those became meanwhile. `rude` is our writer without its
-niceness.
+columns say what writing took of the processor, and how much slower those became meanwhile. `rude` is our writer, its sums
+without their niceness.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def main():
     kinds = [("plain memory", 4), ("memory file", 8), ("ours", 8), ("huge pages", 4), ("huge pages", 8)]
     kinds += [("read", 4), ("read huge", 4), ("read huge", 8)]
     if arguments.busy:
-        kinds = [("plain memory", 4), ("ours", 8), ("rude", 8)]
+        kinds = [("plain memory", 4), ("huge pages", 4), ("ours", 8), ("rude", 8)]
     counters = [context.Value("Q", lock=False) for _ in range(os.cpu_count() if arguments.busy else 0)]
     for counter in counters:
         context.Process(target=spin, args=(counter,), daemon=True).start()

@@ -74,3 +74,23 @@ def test_a_full_disk_is_known_before_the_first_byte(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     assert 0 == (tmp_path / "shard").stat().st_size
+
+
+def test_sums_give_way_to_training_and_direct_writes_do_not(tmp_path):
+    """
+    On full cores a polite thread comes late to a disk that waits for it; where bytes are copied into the page cache, writing is polite, too.
+    """
+    probe = writing._Target(tmp_path / "probe", 0)
+    probe.close()
+    expected = os.getpriority(os.PRIO_PROCESS, 0) if probe._is_direct else 10
+    writing._idle.clear()
+
+    writing.write_shard(tmp_path / "shard", filled(CHUNK), CHUNK)
+
+    threads = writing._idle[-1]
+    nicest = [{_niceness(one) for one in pool._threads} for pool in (threads.writers, threads.summers)]
+    assert [{expected}, {10}] == nicest
+
+
+def _niceness(thread):
+    return os.getpriority(os.PRIO_PROCESS, thread.native_id)
