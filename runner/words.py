@@ -68,7 +68,7 @@ from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
 from runner.supervise.attempt import PREVENTION
-from vramfarm.protocol import WAITING
+from vramfarm.protocol import DAMAGED, WAITING
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -189,7 +189,8 @@ def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line
         case Cease(kind=kind, reason=reason):
             return f"cease {kind}: {reason}"
         case Discard(name=name):
-            return f"discard {name}: it was never committed"
+            why = "it is damaged, and the disk has no room" if name.startswith(DAMAGED) else "it was never committed"
+            return f"discard {name}: {why}"
         case Prune(ref=ref, reason=reason):
             return f"prune {ref.name}: {reason}"
         case SetAside(ref=ref, reason=reason):

@@ -51,7 +51,7 @@ class Cease:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Remove what was never committed."""
+    """Remove what was never committed, or is damaged and in the way."""
 
     name: str
 

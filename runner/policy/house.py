@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
 from runner.job import Job
-from runner.policy.actions import Action, Begin, Cease, Prune, SetAside, Wait
+from runner.policy.actions import Action, Begin, Cease, Discard, Prune, SetAside, Wait
 from runner.policy.divergence import is_distrusted, newest_good
 from runner.policy.retention import plan_retention
 from runner.policy.slow import begin, end_stuck, failure_of, may_write
@@ -123,6 +123,8 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         passed_over = "; it never left this machine: a newer one did" if _was_passed_over(plan.remove[0], seen) else ""
         return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept{passed_over}")
     if not has_room(seen):
+        if seen.damaged:  # evidence, and large: a checkpoint that can be used is worth more
+            return Discard(seen.damaged[0])
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
         if cramped.remove:
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")

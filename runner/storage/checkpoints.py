@@ -166,9 +166,9 @@ class CheckpointDir:
         return folder
 
     def discard(self, name: str) -> None:
-        """Remove a folder that was never committed."""
-        if not name.startswith(TEMPORARY) or "/" in name:
-            raise StoreError(f"{self.root}: expected the name of a {TEMPORARY}… folder to discard, got {name!r}")
+        """Remove a folder that was never committed, or is damaged."""
+        if not name.startswith((TEMPORARY, DAMAGED)) or "/" in name:
+            raise StoreError(f"{self.root}: expected a {TEMPORARY}… or {DAMAGED}… folder to discard, got {name!r}")
         self.disk.remove(self.root / name)
 
     def sweep(self) -> None:

@@ -40,6 +40,7 @@ from runner.policy.actions import (
     Begin,
     Cease,
     Conclude,
+    Discard,
     End,
     Interrupt,
     Join,
@@ -923,7 +924,7 @@ def test_what_no_store_has_is_kept(tmp_path):
 
 def test_a_disk_that_holds_only_two_keeps_one_and_goes_on_saving(tmp_path):
     """
-    Without room for one more, one less is kept; the newest never goes, nor one that is being uploaded.
+    Without room for one more, one less is kept; the newest never goes, nor one that is being uploaded. What is damaged goes first.
     """
     checkpoints = tuple(
         Checkpoint(ref=Ref(1, step, 1, f"{step:08x}"), size_bytes=10**9, world_size=1, written_at=START)
@@ -936,7 +937,10 @@ def test_a_disk_that_holds_only_two_keeps_one_and_goes_on_saving(tmp_path):
     tight = decide(JOB, history, seen)
     roomy = decide(JOB, history, replace(seen, free_bytes=2 * 10**9))
     last = decide(JOB, history, replace(seen, local=checkpoints[1:]))
+    spoilt = replace(seen, damaged=(".damaged-step-00000050-00000032",))
 
+    assert Discard(".damaged-step-00000050-00000032") == decide(JOB, history, spoilt)
+    assert isinstance(decide(JOB, history, replace(spoilt, free_bytes=2 * 10**9)), Wait)
     assert isinstance(tight, Prune)
     assert 100 == tight.ref.step
     assert isinstance(roomy, Wait)

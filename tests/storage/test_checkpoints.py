@@ -112,20 +112,23 @@ def test_set_aside_keeps_the_bytes_and_is_no_checkpoint(directory):
     assert (directory.root / f".damaged-{manifest.ref.name}" / MANIFEST).exists()
 
 
-def test_discard_takes_only_what_was_never_committed(directory):
+def test_discard_takes_only_what_is_no_checkpoint(directory):
     """
-    A name that is not of a half-written folder is refused.
+    A name that is not of a half-written or damaged folder is refused.
     """
     manifest = commit(directory)
     fill(directory.root / ".tmp-left")
+    fill(directory.root / ".damaged-left")
     leftovers = directory.leftovers()
     directory.discard(".tmp-left")
+    directory.discard(".damaged-left")
 
     for name in (manifest.ref.name, ".tmp-x/../" + manifest.ref.name):
-        with pytest.raises(StoreError, match="expected the name"):
+        with pytest.raises(StoreError, match="folder to discard"):
             directory.discard(name)
 
     assert ((".tmp-left",), ()) == (leftovers, directory.leftovers())
+    assert () == directory.look().damaged
     assert [manifest.ref] == [c.ref for c in directory.committed()]
 
 
