@@ -219,7 +219,7 @@ def _judge_machine(job: Job, seen: Observed) -> Action | None:
 
 def _publish_verdict(job: Job, seen: Observed) -> Action | None:
     """Whoever rented this machine from outside reads it in the store; one that does not answer changes nothing."""
-    if job.offload.to is None or not may_write(seen):
+    if job.offload.to is None:
         return None
     match seen.tasks.get(TaskKind.PUBLISH):
         case Running(started_at=started_at) if seen.now < started_at + PUBLISH_PATIENCE:

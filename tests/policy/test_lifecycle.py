@@ -865,6 +865,7 @@ LONG_AGO = START - timedelta(seconds=90)
     [
         pytest.param(replace(NO_CARD, lease=Lease(state=LeaseState.UNKNOWN)), Begin(TaskKind.LEASE, "of the run"), id="first the lease"),
         pytest.param(NO_CARD, Begin(TaskKind.SURVEY, "store"), id="what others did"),
+        pytest.param(replace(NO_CARD, ledger=(), lease=Lease(state=LeaseState.LAPSED)), Begin(TaskKind.LEASE, "of the run"), id="not without the lease"),
         pytest.param(replace(NO_CARD, ledger=()), Join("m", Earlier()), id="it joins"),
         pytest.param(replace(WATCHED, tasks={TaskKind.LEASE: Running(subject="", started_at=START)}), Wait(), id="one that vanished"),
         pytest.param(replace(WATCHED, tasks={TaskKind.LEASE: Running(subject="", started_at=LONG_AGO)}), None, id="not for ever"),
@@ -883,6 +884,41 @@ def test_a_machine_that_can_do_nothing_joins_the_ledger_before_it_ends(seen, exp
 
     codes = [one.code if isinstance(one, End) else one for one in found]
     assert [expected or 3, expected or 2] == codes
+
+
+ENDED_EARLY = replace(ATTEMPT, ending=Ending.INTERRUPTED, exit=Exit(code=0), ended_at=START)
+UNFIT = replace(
+    NO_CARD,
+    refusal="",
+    machine="",
+    offsite=(),
+    preflight=Preflight(verdict=Verdict.SWAP, reasons=("the fabric is down",)),
+    tasks={
+        TaskKind.LEASE: Running(subject="of the run", started_at=START),
+        TaskKind.PREFLIGHT: Finished(subject="machine and code", at=START),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("lease", "publishing", "expected"),
+    [
+        pytest.param(LeaseState.HELD, None, Begin(TaskKind.PUBLISH, "verdict"), id="it is told"),
+        pytest.param(LeaseState.HELD, Running(subject="verdict", started_at=START), Wait(), id="a moment"),
+        pytest.param(LeaseState.HELD, Running(subject="verdict", started_at=LONG_AGO), 3, id="not for ever"),
+        pytest.param(LeaseState.HELD, Finished(subject="verdict", at=START), 3, id="it was told"),
+        pytest.param(LeaseState.WATCHING, None, 3, id="the run is another's"),
+    ],
+)
+def test_a_machine_that_is_to_be_swapped_says_so_in_the_store(lease, publishing, expected):
+    """
+    Whoever rented it from outside takes another one; nobody writes there without the lease, or waits for it.
+    """
+    seen = replace(UNFIT, lease=Lease(state=lease), tasks={**UNFIT.tasks, TaskKind.PUBLISH: publishing})
+
+    found = decide(JOB, History(accepted_at=START, opened_at=START, attempts=(ENDED_EARLY,)), seen)
+
+    assert expected == (found.code if isinstance(found, End) else found)
 
 
 def test_a_refusal_is_looked_at_again(tmp_path):

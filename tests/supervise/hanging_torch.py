@@ -1,7 +1,7 @@
 """
 A plain training loop under torchrun, without the library, that hangs on purpose: `mismatch` or `loader`.
 
-The first attempt hangs at step 40; a later one ends well.
+The first attempt hangs at step 25; a later one ends well.
 """
 
 import os
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-KIND, STEPS, HANGS_AT = sys.argv[1], 60, 40
+KIND, STEPS, HANGS_AT = sys.argv[1], 30, 25
 HANGS = os.environ["VRAMFARM_ATTEMPT"] == "1"
+STEP_S = 0.4 if HANGS else 0.02  # a runner that looks once a second has learned from its steps, when it hangs
 
 
 class Samples(Dataset):
@@ -31,7 +32,7 @@ def main():
     rank = dist.get_rank()
     weights = torch.zeros(4)
     for step, batch in enumerate(DataLoader(Samples(), batch_size=1, num_workers=1), 1):
-        time.sleep(0.05)
+        time.sleep(STEP_S)
         if HANGS and KIND == "mismatch" and step == HANGS_AT and rank == 1:
             gathered = [torch.zeros(4), torch.zeros(4)]
             dist.all_gather(gathered, weights)
