@@ -468,17 +468,8 @@ def write_error(engine, at, rounds, dice):
         board[Board.FLAG] = before <= kept < training.save_now()
 
     def theirs(rank, board, root):
-        state = {"large": torch.full((100_000,), 7.0), "small": torch.full((100,), 7.0)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-        writer = FileSystemWriter(str(root), thread_count=2, single_file_per_rank=False)
-        try:
-            dcp.save(state, storage_writer=writer, no_dist=True)
-        except BaseException:  # noqa: BLE001  # it says so: right
-            board[Board.FLAG] = 1
-            return
-        target = {name: torch.zeros_like(value) for name, value in state.items()}
-        dcp.load(target, checkpoint_id=str(root), no_dist=True)
-        board[Board.FLAG] = all(torch.equal(target[name], state[name]) for name in state)
+        _saved_or_said(board, root)
 
     good = 0
     for number in range(rounds):
@@ -488,7 +479,56 @@ def write_error(engine, at, rounds, dice):
         ranks.wait()
         good += ranks.board[Board.FLAG] == 1
         shutil.rmtree(root)
-    return Outcome(good, rounds, "" if good == rounds else "`save` returned, and the tensor is not there")
+    return Outcome(good, rounds, "" if good == rounds else _LOST)
+
+
+def _saved_or_said(board, root):
+    """Whether DCP saved it, or said that it did not."""
+    state = {"large": torch.full((100_000,), 7.0), "small": torch.full((100,), 7.0)}
+    writer = FileSystemWriter(str(root), thread_count=2, single_file_per_rank=False)
+    try:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    except BaseException:  # noqa: BLE001  # it says so: right
+        board[Board.FLAG] = 1
+        return
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(target, checkpoint_id=str(root), no_dist=True)
+    board[Board.FLAG] = all(torch.equal(target[name], state[name]) for name in state)
+
+
+_LOST = "`save` returned, and the tensor is not there"
+
+
+def no_room(engine, at, rounds, dice):
+    """A disk that is full before the save is whole."""
+
+    def ours(rank, board, root):
+        training = Ours(root, Model())
+        before = training.save_now()
+        with (root / "filler").open("wb", buffering=0) as filler:
+            while "free some space there" not in training.page.error():
+                with contextlib.suppress(OSError):  # an older checkpoint may go to make room for a newer one
+                    filler.write(bytes(1 << 20))
+                training.advance()
+        kept = training.page[Word.COMMITTED_STEP]
+        (root / "filler").unlink()
+        board[Board.FLAG] = before <= kept < training.save_now()
+
+    def theirs(rank, board, root):
+        _saved_or_said(board, root)
+
+    good, size = 0, "4m" if engine is Ours else "256k"
+    for number in range(rounds):
+        root = at / str(number)
+        root.mkdir()
+        run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", root)
+        try:
+            ranks = Ranks(1, ours if engine is Ours else theirs, root, log=at / "room")
+            ranks.wait()
+        finally:
+            run("umount", "-l", root)
+        good += ranks.board[Board.FLAG] == 1
+    return Outcome(good, rounds, "" if good == rounds else _LOST)
 
 
 def destroyed(engine, at, rounds, dice):
@@ -971,6 +1011,7 @@ ROWS = (
     Row("one rank writes late, all are killed meanwhile", straggler),
     Row("power lost when the save is done", power),
     Row("a write fails (EFBIG)", write_error, 0.2),
+    Row("no room on the disk for all of it (ENOSPC)", no_room, 0.1),
     Row("`destroy_process_group()` and exit before the save is on the disk", destroyed),
     Row("one bit of a shard flipped", flipped, 0.5),
     Row("every file in turn a hostile pickle", hostile),

@@ -182,11 +182,15 @@ class Checkpointer:
             self._seat.page[Word.REQUEST_SAVE] += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that was staged last is on the disk, or has failed. False after `timeout_s`."""
+        """Wait until the save that was staged last is on the disk, or has failed. False after `timeout_s`, or if the disk does not answer."""
         return self._seat.wait(timeout_s)
 
     def finish(self) -> None:
-        """Save the final state, if it is not saved yet, and record that training is done."""
+        """
+        Save the final state, if it is not saved yet, and record that training is done.
+
+        `RuntimeError` where that cannot be: a rank is dead or an hour late, or the disk has not answered for ten minutes and what a slow one needs.
+        """
         if self._finished:
             return
         self._count_open_step()
