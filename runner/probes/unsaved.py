@@ -41,6 +41,7 @@ _OURS: Final = frozenset(
         "refusal.json",
     }
 )
+_FORMS: Final = ("{}", ".{}.tmp", "{}.new")  # and what a kill in the middle of writing it leaves
 _UNFINISHED: Final = (TEMPORARY, REMOVED, DAMAGED)
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
 
@@ -53,7 +54,8 @@ def find_unsaved(
     records nor checkpoints (whose copies are compared one by one), nor in folders that are `saved`.
     What a script saves beside the checkpoints counts like all else. Never follows a link.
     """
-    ours = {run_dir / name for name in _OURS} | {folder / ".vramfarm", *saved, *_checkpoints(checkpoint_dir)}
+    ours = {run_dir / form.format(name) for name in _OURS for form in _FORMS}
+    ours |= {folder / ".vramfarm", *saved, *_checkpoints(checkpoint_dir)}
     found = []
     for number, (path, entry) in enumerate(_files(folder, ours)):
         if number >= _MAX_ENTRIES:

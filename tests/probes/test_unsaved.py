@@ -28,13 +28,15 @@ def put(path, *, age_s=0):
 
 def test_our_own_notes_keep_no_server(tmp_path):
     """
-    What the runner notes in the run folder is nobody's work: no server is saved, and paid for, because of it.
+    What the runner notes in the run folder, or has begun to, is nobody's work: no server is saved, and paid for, because of it.
     """
     notes = (tasks._PUBLISHED, tasks._LOGS_AT, outputs.INDEX, REFUSAL)
     files = ("journal", "job", "lock", "stop", "status", "metrics", "report", "holder")
     run = RunFolder(root=tmp_path / "job")
     for path in (*(run.root / name for name in notes), *(getattr(run, name) for name in files)):
         put(path)
+        put(path.with_name(f".{path.name}.tmp"))
+        put(path.with_name(f"{path.name}.new"))
 
     assert () == look(tmp_path)
 
