@@ -23,8 +23,8 @@ _TREES: Final = ("logs", "evidence")
 _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOGS_SOON_BYTES: Final = 16 << 20  # of all files of an attempt while it runs: the whole comes when it is over
 _LOG_SOON_BYTES: Final = 4 << 20  # of one of these
-_KNOWN: Final = ".published.json"  # in the run folder
-_LOGS_AT: Final = ".logs-published"  # there, too: its time
+KNOWN: Final = ".published.json"  # in the run folder
+LOGS_AT: Final = ".logs-published"  # there, too: its time
 _LOGS_LATE_S: Final = 900.0  # a line that is never free of checkpoints carries them behind one
 
 
@@ -60,8 +60,8 @@ class Publishing:
         files = {place: found for place, found in files.items() if found[0].is_file()}
         files |= self._logs(number) if logs else {}
         if self.is_over:
-            (self.run_dir / _KNOWN).unlink(missing_ok=True)
-        known = Known(self.run_dir / _KNOWN, self.store)
+            (self.run_dir / KNOWN).unlink(missing_ok=True)
+        known = Known(self.run_dir / KNOWN, self.store)
         try:
             for place, (path, limit_bytes) in files.items():
                 transfer.publish_file(self.store, f"{self.job}/{place}", path, limit_bytes, known)
@@ -69,12 +69,12 @@ class Publishing:
             known.save()
         if logs:
             with suppress(OSError):
-                (self.run_dir / _LOGS_AT).touch()
+                (self.run_dir / LOGS_AT).touch()
         return len(files)
 
     def are_logs_late(self) -> bool:
         with suppress(FileNotFoundError):
-            return datetime.now(UTC).timestamp() > (self.run_dir / _LOGS_AT).stat().st_mtime + _LOGS_LATE_S
+            return datetime.now(UTC).timestamp() > (self.run_dir / LOGS_AT).stat().st_mtime + _LOGS_LATE_S
         return True
 
     def publish_report(self) -> None:

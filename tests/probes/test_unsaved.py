@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from runner import tasks
+from runner import publishing
 from runner.cli.refusal import REFUSAL
 from runner.folder import RunFolder
 from runner.probes.unsaved import find_unsaved, has_files
@@ -30,7 +30,7 @@ def test_our_own_notes_keep_no_server(tmp_path):
     """
     What the runner notes in the run folder, or has begun to, is nobody's work: no server is saved, and paid for, because of it.
     """
-    notes = (tasks._PUBLISHED, tasks._LOGS_AT, outputs.INDEX, REFUSAL)
+    notes = (publishing.KNOWN, publishing.LOGS_AT, outputs.INDEX, REFUSAL)
     files = ("journal", "job", "lock", "stop", "status", "metrics", "report", "holder")
     run = RunFolder(root=tmp_path / "job")
     for path in (*(run.root / name for name in notes), *(getattr(run, name) for name in files)):
