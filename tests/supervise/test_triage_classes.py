@@ -215,6 +215,9 @@ STRUCTURE = {
     "who exited with 0 is not in the table": (
         STEPS + raised(3, PEER) + raised(1, PEER) + table(1, 1, [(0, -15), (3, -15)]), "uneven_data", 2, "Connection closed",
     ),
+    "two that exited with 0": (
+        STEPS + raised(3, PEER) + raised(0, PEER) + table(0, 1, [(3, 1)]), "uneven_data", None, "Connection closed",
+    ),
     "NCCL's last error": (
         raised(1, "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, invalid usage\nncclInvalidUsage: This usually reflects invalid usage.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000"),
         "duplicate_gpu", 1, "Duplicate GPU",

@@ -150,6 +150,17 @@ HOSTILE = {
     "numbers": b"CUDA out of memory. Tried to allocate 1.2.3.4 GiB ... Process 1 has ..... GiB memory in use\n" * 200,
     "watchdogs": b"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" + b"9" * 5_000 + b", OpType=A)\n",
     "wide characters": "é漢😀\u202e\ud7ff".encode() * 100_000,
+    "groups": (
+        b"  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: a (1 sub-exception)\n  +-+---------------- 1 ----------------\n"
+        + b" " * 1_900
+        + b"\n"
+    )
+    * 3_000,
+    "boxes": "╭─── Traceback (most recent call last) ───╮\n│ ❱ 1 │ ".encode()
+    + ("│ " * 900 + " " * 900 + "\n").encode() * 500,
+    "deep JSON": (b'{"error": ' + b'{"error": [' * 3_000 + b"\n") * 20,
+    "odd JSON": b'{"level": 3, "error": "Error", "rank": true, "msg": ["x"], "exception": [{"exc_type": null}], "message": null}\n'
+    * 5_000,
     "stamps": b"E9999 99:99:99 [Foo Bar 99 99:99:99 2026] 2026-99-99 99:99:99 ValueError: x\n" * 1_000,
 }
 
@@ -222,6 +233,18 @@ def test_a_person_is_told_what_to_do_and_sent_to_no_link(folder, capsys):
     told = capsys.readouterr().out
     assert "bit.ly" not in told
     assert "decision: give_up_user" in told
+
+
+def test_a_secret_that_stands_in_a_log_is_not_passed_on(folder):
+    """
+    A failed command is quoted, and the line goes to a person's chat.
+    """
+    error = "ValueError: no access with hf_abcdefghijklmnopqrstuv, sent Authorization: Bearer 0123456789abcdef0123"
+    log = folder({"train.log": f"[rank0]: {error}\n"}) / "train.log"
+
+    found = first_error(log)
+
+    assert "ValueError: no access with (secret), sent Authorization: Bearer (secret); see " in found.summary
 
 
 def test_a_path_that_is_not_there_is_told(tmp_path, capsys):

@@ -29,6 +29,7 @@ _END: Final = 256 << 10
 _MAX_HITS: Final = 48  # from the beginning of a part, and as many from its end
 MAX_LINE_BYTES: Final = 64 << 10
 _MAX_TEXT: Final = 2_000  # of a line, for recognition
+_MAX_RANK: Final = 1 << 16
 _MAX_PARTS: Final = 400  # of a line of JSON
 _TEXTS: Final = (
     "text",
@@ -130,11 +131,15 @@ def unfold(line: LogLine) -> Iterator[LogLine]:
         return
     level = str(told.get("level") or told.get("levelname") or told.get("severity") or "").upper()
     lead = f"{level}: " if level in _MILD else ""
-    rank = told.get("rank") if line.rank is None and isinstance(told.get("rank"), int) else line.rank
+    rank = _rank(told.get("rank")) if line.rank is None else line.rank
     yield replace(line, text=json.dumps({key: value for key, value in told.items() if not isinstance(value, str)}))
     parts = [clean(part.encode())[:_MAX_TEXT] for text in texts for part in text.splitlines()]
     for number, part in enumerate(parts[:_MAX_PARTS], 1):
         yield replace(line, text=part if number > 1 else lead + part, rank=rank, part=number)
+
+
+def _rank(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < _MAX_RANK else None
 
 
 def _object(raw: str) -> dict[str, Any] | None:

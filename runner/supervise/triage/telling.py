@@ -16,6 +16,9 @@ from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
 from runner.supervise.triage.table import CALLED
 
+_SECRET: Final = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|glpat-|AKIA|xox[bp]-)[\w-]{12,}|(?i:(?<=bearer )\S{12,})"
+)  # lines are sent to people
 _INNER: Final = re.compile(r"\bgot (?P<inner>\w*(?:Error|Exception)\(.*\))\s*$")  # as torch.compile quotes it
 _SAYS_LITTLE: Final = re.compile(r"^[\w.]+:?\s*$|^(?:SyntaxError|IndentationError|TabError|KeyError)\b|^torch\._")
 _MAX_MESSAGE: Final = 300
@@ -102,7 +105,7 @@ def _only_code(ended: Exit | None) -> str:
 
 
 def _cut(message: str) -> str:
-    message = _LINK.sub("(link)", message)
+    message = _SECRET.sub("(secret)", _LINK.sub("(link)", message))
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
 
 

@@ -86,7 +86,7 @@ class Traceback:
             return ""
         if not (edge := _EDGE.match(text)):
             return None
-        return re.sub(r"\s*│$", "", text[edge.end() :])
+        return text[edge.end() :].rstrip().removesuffix("│").rstrip()
 
     def see(self, text: str) -> None:
         """Frames come from the outermost on."""
@@ -110,9 +110,9 @@ class Traceback:
         if not self.wants_statement:
             return
         match = _STATEMENT_IN_BOX.match(text) if self.boxed else None
-        code = re.sub(r"\s*[│|]$", "", match["code"]) if match else "" if self.boxed else text.strip()
+        code = match["code"].rstrip().rstrip("│|").strip() if match else "" if self.boxed else text.strip()
         if code:
-            self.statement, self.wants_statement = code.strip(), False
+            self.statement, self.wants_statement = code, False
 
     @property
     def place(self) -> str:
