@@ -35,11 +35,13 @@ check: install
 	$(BIN)/python -m runner.docs --check
 	@$(ENGINE) $(PYTEST) tests
 
-# Checkpoint engines side by side, scaled down: two ranks on the processor. On cards: benchmarks/gpu/run.sh
+# What a save and a restart cost, scaled down: two ranks on the processor, a quarter of an hour. On cards: benchmarks/gpu/run.sh
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/checkpoint.py \
-	  --dim 512 --layers 8 --batch 1 --tokens 8 --rounds 4 --out build/bench-out
-	@cat build/bench-out/checkpoint.md
+	  --dim 1024 --layers 8 --batch 1 --tokens 8 --optimizer fused --rounds 4 --limit-s 420 --save-limit-s 60 --out build/bench-out
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/gpu/restart.py build/bench-out --rounds 4 --limit-s 300 \
+	  --size "--layers 6 --hidden 1280 --vocabulary 8192 --sequence 16 --per-card 1 --global-batch 2"
+	@cat build/bench-out/checkpoint.md build/bench-out/restart.md
 
 # What goes wrong while a checkpoint is written or read, done to ours and to torch's DCP: make correctness ROUNDS=1000
 ROUNDS ?= 100

@@ -127,6 +127,7 @@ class Training:
 def save(training, engine, number, spans):
     """One save. Return what it cost and when it was done, as the slowest rank saw it."""
     quiet = training.quiet(engine)
+    idle = statistics.median(training.inside[-QUIET:])
     first = len(training.seconds)
     started = time.perf_counter()
     engine.done_at = engine.synced_at = engine.error = None
@@ -156,6 +157,8 @@ def save(training, engine, number, spans):
         "call_s": call,
         "stall_s": max(steps) - quiet,
         "inside_s": call + max(training.inside[first:]),
+        "idle_s": idle,
+        "writer_cpu_s": getattr(engine, "writer_cpu_s", float("nan")),
         "over_s": sum(s - quiet for s in steps),
         "slower": statistics.mean(writing) / quiet - 1 if len(writing) > 3 else float("nan"),
         "done_s": engine.done_at - begin,
@@ -336,7 +339,7 @@ def one_save(training, engine, number, results, say):
     rows.append(row)
     results["memory"].setdefault(engine.name, used_bytes() - before)  # what it goes on holding
     if isinstance(engine, Ours):
-        results["commits"] = engine.commits()
+        results["commits"], results["staging_bytes"] = engine.commits(), engine.staging_bytes()
         say(results["commits"][-1:])
     say(f"{engine.name} { ({k: round(v, 4) for k, v in row.items()}) }")
     return True
@@ -395,18 +398,34 @@ def table(about, results):
         ]
     for name, rows in results["rows"].items():
         lines += [row_of(name, rows, results, total)] if rows else []
-    if limit and (ours := [row["synced_s"] for row in results["rows"].get("vramfarm", []) if "failed" not in row]):
-        rate = {kind: limit[f"{kind}_s"] / statistics.median(ours) for kind in ("write", "beside")}
-        lines += [
-            "",
-            f"vramfarm writes at {rate['write']:.2f} of the direct write, {rate['beside']:.2f} of the same beside the training",
-        ]
+    lines += of_ours(results, total, limit, about["cores"])
     lines += ["", f"one thread sums {results['sums'] / 1e9:.2f} GB/s", *results.get("commits", [])]
     if results["warm"]:
         lines += ["", f"warm-up: {json.dumps({k: round(v, 3) for k, v in results['warm'].items()})}"]
     for kind, several in results["warm_ups"].items():
         lines += ["", *(f"warm-ups, {kind}: {json.dumps(one)}" for one in several)]
     return "\n".join(lines) + "\n"
+
+
+def of_ours(results, total, limit, cores):
+    """What the table has no column for."""
+    rows = [row for row in results["rows"].get("vramfarm", []) if "failed" not in row]
+    if not rows:
+        return []
+    took = statistics.median(row["synced_s"] for row in rows)
+    used = statistics.median(row["writer_cpu_s"] for row in rows)
+    idle = statistics.median(row["idle_s"] for row in rows)
+    lines = [
+        "",
+        f"vramfarm: the saver takes {used / total * 1e9:.3f} CPU-s/GB, {used / took:.2f} cores while it writes, {used / took / cores:.1%} of all",
+        f"step() when nothing is saved: {idle * 1e6:.1f} µs; staging memory: {results['staging_bytes'] / total:.3f} × the state",
+    ]
+    if limit:
+        rate = {kind: limit[f"{kind}_s"] / took for kind in ("write", "beside")}
+        lines.append(
+            f"it writes at {rate['write']:.2f} of the direct write, {rate['beside']:.2f} of the same beside the training"
+        )
+    return lines
 
 
 def row_of(name, rows, results, total):

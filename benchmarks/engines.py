@@ -101,10 +101,20 @@ class Ours(Engine):
             page[Word.SAVING_STEP] and all(page.get(rank, Slot.ARENA_STATE) == Arena.READY for rank in ranks)
         ):
             time.sleep(0.001)  # until all have staged it
-        self.staged_at = time.perf_counter()
+        self.staged_at, used = time.perf_counter(), self.saver_cpu_s()
         while self.page[Word.NUM_COMMITTED] == self.before:
             time.sleep(0.002)
+        self.writer_cpu_s = self.saver_cpu_s() - used
         self.done_at = self.synced_at = time.perf_counter()
+
+    def saver_cpu_s(self):
+        """Processor time of the saver, all of its threads."""
+        tasks = Path(f"/proc/{self.page[Word.SAVER_PID]}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+    def staging_bytes(self):
+        """Of all ranks."""
+        return sum(self.page.get(rank, Slot.ARENA_BYTES) for rank in range(dist.get_world_size()))
 
     def tidy(self):
         """The saver itself keeps one."""
