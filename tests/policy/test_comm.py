@@ -138,6 +138,34 @@ def test_what_the_user_made_slow_is_not_the_machines_fault():
     assert "NCCL_P2P_DISABLE is set: take it away unless the cards hang without it" == found.hint
 
 
+def test_what_makes_nothing_slow_is_not_blamed():
+    """
+    The machine is: another variable that the user set has nothing to do with it.
+    """
+    _, found = play(replace(NVLINK, users={"NCCL_DEBUG"}), lambda *_: trial(busbw=12.0))
+
+    assert "NCCL_DEBUG" not in found.hint
+    assert "suspicious below" in found.message
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        pytest.param(CPU, "2 processes talk, 12 GB/s of bus bandwidth at 1 GiB", id="without a card"),
+        pytest.param(NVLINK, "8 cards talk, 12 GB/s of bus bandwidth at 1 GiB", id="where such links do more"),
+    ],
+)
+def test_the_users_floor_is_the_one_that_counts_and_what_reaches_it_is_enough(setting, message):
+    """
+    At the largest size: small ones are slow anywhere.
+    """
+    speeds = ((1 << 20, 1.0), (GIB, 12.0))
+
+    trials, found = play(replace(setting, floor=12.0), lambda *_: replace(trial(), speeds=speeds))
+
+    assert (1, Severity.OK, message) == (len(trials), found.severity, found.message)
+
+
 def test_what_the_user_set_is_not_tried():
     """
     It would not be changed either.
