@@ -27,7 +27,7 @@ while not asked:
     time.sleep(0.05)
 if sys.argv[2:] == ["stubborn"]:
     time.sleep(600)
-time.sleep(4)
+time.sleep(3)
 with zipfile.ZipFile(saves / "model_7.pt.part", "w") as file:
     file.writestr("data.pkl", b"state")
 (saves / "model_7.pt.part").rename(saves / "model_7.pt")
