@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from vramfarm import memory, protocol
+from vramfarm import memory, protocol, writing
 from vramfarm.agreement import Rank
 from vramfarm.orders import say
 from vramfarm.protocol import Arena, ControlPage, Phase, Slot
@@ -137,4 +137,6 @@ class Arenas:
                         errno.ENOMEM, f"it needs {size / 1e9:.2f} GB, {max(0, self._free_bytes) / 1e9:.2f} GB are left"
                     )
                 self._free_bytes -= size
-        return memory.populate_arena(*arena)
+        populated = memory.populate_arena(*arena)
+        writing.prepare(self._page.num_ranks)
+        return populated

@@ -25,6 +25,7 @@ from vramfarm.protocol import Shard
 
 IN_FLIGHT: Final = 8  # pieces of a shard
 _SUMMERS: Final = 4  # threads of a shard
+_TOGETHER_S: Final = 10.0
 _BLOCK: Final = 4096
 _POLITE: Final = 10  # niceness
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -74,6 +75,14 @@ class _Threads:
         self.writers = ThreadPoolExecutor(IN_FLIGHT)
         self.summers = ThreadPoolExecutor(_SUMMERS, initializer=_be_polite)
 
+    def start(self) -> None:
+        together = threading.Barrier(IN_FLIGHT + _SUMMERS, timeout=_TOGETHER_S)  # a thread for each
+        with contextlib.suppress(threading.BrokenBarrierError):
+            _results(
+                [self.writers.submit(together.wait) for _ in range(IN_FLIGHT)]
+                + [self.summers.submit(together.wait) for _ in range(_SUMMERS)]
+            )
+
 
 _idle: Final[list[_Threads]] = []
 
@@ -90,6 +99,15 @@ def _threads() -> Iterator[_Threads]:
         yield threads
     finally:
         _idle.append(threads)
+
+
+def prepare(num_shards: int) -> None:
+    """Start the threads of one shard more, of so many: beside a training on all cores that may take longer than a write."""
+    with contextlib.suppress(RuntimeError, MemoryError):  # a favour
+        if len(_idle) < num_shards:
+            threads = _Threads()
+            threads.start()
+            _idle.append(threads)
 
 
 def _results(jobs: Sequence[Future[int]]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import mmap
 import os
 import resource
 import tempfile
+import threading
 import zlib
 from pathlib import Path
 
@@ -94,3 +95,17 @@ def test_sums_give_way_to_training_and_direct_writes_do_not(tmp_path):
 
 def _niceness(thread):
     return os.getpriority(os.PRIO_PROCESS, thread.native_id)
+
+
+def test_a_first_save_starts_no_thread(tmp_path):
+    """
+    They are there before it, of as many shards as there are ranks and no more.
+    """
+    writing._idle.clear()
+    for _ in range(3):
+        writing.prepare(2)
+    before = threading.active_count()
+
+    writing.write_shard(tmp_path / "shard", filled(3 * CHUNK), 3 * CHUNK)
+
+    assert (2, before) == (len(writing._idle), threading.active_count())
