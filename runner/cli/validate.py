@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.adapters.frameworks import framework_name
-from runner.adapters.launchers import Launch, check_command, split_command
+from runner.adapters.launchers import Launch, check_command, check_first_word, split_command
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
@@ -176,14 +176,15 @@ def _end(job: Job) -> str:
 def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:
     """Where the code is already here, so must be the script; it may still be on its way to another machine."""
     job = loaded.job
-    if job.source is not None or "{" in job.command:
-        return
     code = loaded.folder / job.workdir if job.workdir else loaded.folder
     words = split_command(job.command, resume_args=(), values={})
     try:
-        check_command(job.launcher, Launch(python="python", command=words, num_procs=1, log_dir=code), cwd=code)
+        if job.source is not None:
+            check_first_word(job.launcher, words, cwd=None)
+        elif not words or "{" not in words[0]:
+            check_command(job.launcher, Launch(python="python", command=words, num_procs=1, log_dir=code), cwd=code)
     except JobError as error:
-        yield str(error)
+        yield f"{error}; {error.hint}" if error.hint else f"{error}"
 
 
 def _warn_of_placeholders(loaded: LoadedJob) -> Iterator[str]:

@@ -36,7 +36,9 @@ TORCHRUN = (
 @pytest.mark.parametrize(
     ("name", "words", "expected"),
     [
-        ("torchrun", ("train.py", "--lr", "1"), ("torch.distributed.run", *TORCHRUN, "train.py", "--lr", "1")),
+        ("torchrun", ("train.py", "--lr", "1"), ("torch.distributed.run", *TORCHRUN, "--", "train.py", "--lr", "1")),
+        ("torchrun", ("-m", "package.train", "--log", "1"), ("torch.distributed.run", *TORCHRUN, "-m", "--", "package.train", "--log", "1")),
+        ("torchrun", ("--tee", "3", "train.py"), ("torch.distributed.run", *TORCHRUN, "--tee", "3", "train.py")),
         (
             "accelerate",
             ("--config_file", "fsdp.yaml", "train.py"),
@@ -46,10 +48,10 @@ TORCHRUN = (
         (
             "deepspeed",
             ("train.py",),
-            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "train.py"),
+            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "--", "train.py"),
         ),
-        ("axolotl", ("config.yml",), ("torch.distributed.run", *TORCHRUN, "--module", "axolotl.cli.train", "config.yml")),
-        ("llamafactory", ("sft.yaml",), ("torch.distributed.run", *TORCHRUN, "--module", "llamafactory.launcher", "sft.yaml")),
+        ("axolotl", ("config.yml",), ("torch.distributed.run", *TORCHRUN, "--module", "--", "axolotl.cli.train", "config.yml")),
+        ("llamafactory", ("sft.yaml",), ("torch.distributed.run", *TORCHRUN, "--module", "--", "llamafactory.launcher", "sft.yaml")),
         (
             "torchtune",
             ("full_finetune_distributed", "--config", "llama3/8B_full"),
@@ -94,6 +96,21 @@ def test_a_module_runs_out_of_reach_of_the_users_files(tmp_path):
     )
 
     assert '["--flag", "a b"] __main__\n' == done.stdout
+
+
+def test_an_option_of_the_script_is_never_taken_for_one_of_torchruns(tmp_path):
+    """
+    `--log` could be short for three of its own, and would end the launch before the script begins.
+    """
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    words = ("train.py", "--log", "x", "--", "--no")
+    one = Launch(python=sys.executable, command=words, num_procs=1, log_dir=tmp_path / "logs")
+
+    argv = LAUNCHERS[LauncherName.TORCHRUN].argv(one)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    assert 0 == done.returncode, done.stderr
+    assert ["['--log', 'x', '--', '--no']\n"] == [p.read_text() for p in tmp_path.glob("logs/*/*/0/stdout.log")]
 
 
 def test_placeholders_are_filled():
@@ -154,7 +171,17 @@ def test_a_command_that_can_start_passes(code, name, words):
     ("name", "words", "message", "hint"),
     [
         ("torchrun", ("trian.py",), "command: expected a file 'trian.py' in .*, found none", "workdir"),
-        ("torchrun", ("torchrun", "train.py"), "command: expected a file 'torchrun'", "chosen by `launcher`"),
+        ("torchrun", ("torchrun", "train.py"), "script and its arguments only, got 'torchrun'", "leave 'torchrun' out"),
+        ("torchrun", ("/usr/bin/python3", "train.py"), "`launcher: torchrun` starts the script", "`launcher: command`"),
+        (
+            "torchrun",
+            ("accelerate", "launch", "a.py"),
+            "got 'accelerate'",
+            "`launcher: accelerate` or `launcher: command`",
+        ),
+        ("torchtune", ("tune", "run", "full"), "got 'tune'", "leave 'tune' out"),
+        ("torchrun", ("OMP_NUM_THREADS=1", "train.py"), "got 'OMP_NUM_THREADS=1'", "`env: {OMP_NUM_THREADS: 1}`"),
+        ("command", ("A=1", "./go.sh"), "command: expected a script or a program first", "`env: {A: 1}`"),
         ("command", ("./train.py",), "command: expected a program './train.py', found none that can be run", "chmod"),
         ("command", ("no-such-program",), "command: expected a program 'no-such-program', .* in PATH", "spelling"),
         ("torchrun", (), "command: expected a script and its arguments, got nothing", ""),

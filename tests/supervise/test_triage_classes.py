@@ -71,6 +71,7 @@ CLASSES = [
     ("fabric_nvls", "n:1:2 [0] transport/nvls.cc:244 NCCL WARN Cuda failure 1 'invalid argument'\n" + raised(0, "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.20")),
     ("nccl_network", "n:1:2 [0] misc/socket.cc:484 NCCL WARN socketStartConnect: Connect to 10.0.0.2<4> failed : No route to host\n" + raised(0, "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled system error")),
     ("rendezvous_bad_hostname", raised(None, "socket.gaierror: [Errno -2] Name or service not known")),
+    ("launcher_arguments", "usage: run.py [-h] training_script ...\nrun.py: error: ambiguous option: --log could match --log-dir, --logs-specs\n"),
     ("port_in_use_rank_bug", raised(1, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use")),
     ("p2p_broken_zero_params", raised(0, "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 148 params, while rank 1 has inconsistent 0 params.")),
     ("gpu_occupied", raised(0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.06 GiB is free. Process 999 has 71.20 GiB memory in use. Process 1000 has 6.80 GiB memory in use. Of the allocated memory 6.10 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but unallocated.")),

@@ -8,6 +8,7 @@ Launchers run so that no file of the user can hide a module from them.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from runner.adapters.launchers.launch import Launch, Launcher
 from runner.errors import JobError
 from runner.job import LauncherName
 
-__all__ = ["LAUNCHERS", "Launch", "Launcher", "check_command", "split_command"]
+__all__ = ["LAUNCHERS", "Launch", "Launcher", "check_command", "check_first_word", "split_command"]
 
 LAUNCHERS: Final[Mapping[LauncherName, Launcher]] = {
     LauncherName.TORCHRUN: torchrun,
@@ -29,6 +30,19 @@ LAUNCHERS: Final[Mapping[LauncherName, Launcher]] = {
     LauncherName.LLAMAFACTORY: llamafactory,
     LauncherName.TORCHTUNE: torchtune,
     LauncherName.COMMAND: command,
+}
+
+_SETS: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_STARTS_SCRIPTS: Final = re.compile(
+    r"python[\d.]*|torchrun|accelerate|deepspeed|axolotl|llamafactory-cli|tune|uv|sh|bash|sudo|mpirun|srun"
+)
+_BY_PROGRAM: Final = {
+    "accelerate": LauncherName.ACCELERATE,
+    "deepspeed": LauncherName.DEEPSPEED,
+    "axolotl": LauncherName.AXOLOTL,
+    "llamafactory-cli": LauncherName.LLAMAFACTORY,
+    "torchrun": LauncherName.TORCHRUN,
+    "tune": LauncherName.TORCHTUNE,
 }
 
 
@@ -53,6 +67,8 @@ def check_command(name: LauncherName, launch: Launch, *, cwd: Path) -> None:
     """Raise `JobError` if what the launcher would start is not there, or cannot be read."""
     if not launch.command:
         raise JobError("command: expected a script and its arguments, got nothing")
+    if name is not LauncherName.COMMAND:
+        check_first_word(name, launch.command, cwd=cwd)
     target = LAUNCHERS[name].target(launch.command)
     if target is None:
         return
@@ -68,30 +84,41 @@ def check_command(name: LauncherName, launch: Launch, *, cwd: Path) -> None:
             hint=f"let this user read the folder {cwd}: chmod o+rx",
         ) from None
     if not there:
-        hint = (
-            "give the script and its arguments only; what starts it is chosen by `launcher`"
-            if _is_program(target)
-            else ""
-        )
         raise JobError(
             f"command: expected a file {target!r} in {cwd}, found none",
-            hint=hint or "check `workdir` and `source`, or give the script's whole path",
+            hint="check `workdir` and `source`, or give the script's whole path",
         )
     if not os.access(file, os.R_OK):
         raise JobError(f"command: {file} cannot be read", hint="let this user read it: chmod +r")
 
 
+def check_first_word(name: LauncherName, words: Sequence[str], *, cwd: Path | None) -> None:
+    """Raise `JobError` if the command begins with what starts a script, or sets a variable; `cwd` None: not here yet."""
+    word = words[0] if words else ""
+    if "=" in word and _SETS.match(word):
+        variable, _, value = word.partition("=")
+        raise JobError(
+            f"command: expected a script or a program first, got {word!r}", hint=f"write `env: {{{variable}: {value}}}`"
+        )
+    program = word.rpartition("/")[2]
+    is_theirs = cwd is not None and not word.startswith("/") and (cwd / word).is_file()
+    if name is LauncherName.COMMAND or is_theirs or not _STARTS_SCRIPTS.fullmatch(program):
+        return
+    others = [LauncherName.COMMAND] + ([_BY_PROGRAM[program]] if _BY_PROGRAM.get(program, name) is not name else [])
+    raise JobError(
+        f"command: expected the script and its arguments only, got {word!r} before it: `launcher: {name}` starts the script",
+        hint=f"leave {word!r} out, or write {' or '.join(f'`launcher: {other}`' for other in reversed(others))}",
+    )
+
+
 def _check_program(target: str, cwd: Path) -> None:
     local = os.sep in target
+    check_first_word(LauncherName.COMMAND, (target,), cwd=cwd)
     if shutil.which(str(cwd / target) if local else target) is None:
         raise JobError(
             f"command: expected a program {target!r}, found none that can be run in {cwd if local else 'PATH'}",
             hint="check the spelling and `workdir`; a script needs chmod +x and a first line such as #!/bin/sh",
         )
-
-
-def _is_program(word: str) -> bool:
-    return word in {"torchrun", "accelerate", "deepspeed", "axolotl", "llamafactory-cli", "tune", "python", "python3"}
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ def argv(launch: Launch) -> tuple[str, ...]:
         "--tee=3",
         f"--log_dir={launch.log_dir}",
     )
+    # no `--` before the script: it takes no abbreviations, so the script's options are safe from it
     return run_module(launch.python, "accelerate.commands.launch", *options, *launch.command)
 
 

@@ -6,7 +6,7 @@ It passes `--local_rank` to the script.
 
 from __future__ import annotations
 
-from runner.adapters.launchers.launch import Launch, first_file, run_module
+from runner.adapters.launchers.launch import Launch, apart, first_file, run_module
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
@@ -15,7 +15,7 @@ def argv(launch: Launch) -> tuple[str, ...]:
         f"--num_gpus={launch.num_procs}",
         f"--enable_each_rank_log={launch.log_dir}",
     )
-    return run_module(launch.python, "deepspeed.launcher.runner", *options, *launch.command)
+    return run_module(launch.python, "deepspeed.launcher.runner", *options, *apart(launch.command))
 
 
 def target(words: tuple[str, ...]) -> str | None:

@@ -47,6 +47,17 @@ def run_module(python: str, module: str, *arguments: str) -> tuple[str, ...]:
     return (python, "-c", _BOOT, module, *arguments)
 
 
+def apart(words: tuple[str, ...]) -> tuple[str, ...]:
+    """
+    The user's words for a launcher whose argparse would take `--log` of the script for an abbreviation of its own.
+
+    `--` ends its options. Where the words begin with options of the launcher, nobody but it knows where those end.
+    """
+    if words[:1] in {("-m",), ("--module",)}:
+        return (words[0], "--", *words[1:])
+    return words if words[:1] and words[0].startswith("-") else ("--", *words)
+
+
 def first_file(words: tuple[str, ...]) -> str | None:
     """The first word, unless it is an option: those have values we cannot tell from files."""
     return None if words[0].startswith("-") else words[0]

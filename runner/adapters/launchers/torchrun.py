@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from runner.adapters.launchers.launch import Launch, first_file, run_module
+from runner.adapters.launchers.launch import Launch, apart, first_file, run_module
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    return run_module(launch.python, "torch.distributed.run", *options(launch), *launch.command)
+    return run_module(launch.python, "torch.distributed.run", *options(launch), *apart(launch.command))
 
 
 def options(launch: Launch) -> tuple[str, ...]:

@@ -512,6 +512,11 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
                 "one rank was still preparing data when the others' time ran out",
                 "prepare the data before training, or raise the time-out",
             ),
+            launcher_arguments=(
+                _USER,
+                "the launcher could not read its command line, and started no script",
+                "correct command in job.yaml: an option of the script that the launcher takes for one of its own is written out, or renamed in the script",
+            ),
             wrong_nproc=(
                 _USER,
                 "more processes were started than there are cards to see",

@@ -207,6 +207,7 @@ ROWS: Final = (
     _row("ckpt_zero3_empty", r"(?:size mismatch|copying a param).*torch\.Size\(\[0\]\)", 3),
     _row("state_dict_mismatch", r"loading state_dict for|(?:Missing|Unexpected) key\(s\) in state_dict|size mismatch for \S+: copying a param|optimizer's size|state dict contains a (?:parameter group|different number)|different number of parameter groups", 2),
     # ---- launcher and collectives
+    _row("launcher_arguments", r"^(?:run|runner|launch)\.py: error: (?:ambiguous option: |the following arguments are required: (?:training|user)_script|argument \S*--?(?:nproc|n?nodes|log.dir|redirects|tee|max.restarts|rdzv|num_|hostfile))", 3),
     _row("port_in_use", r"EADDRINUSE|[Aa]ddress already in use|\[Errno 98\]", 3),
     _row("rendezvous_bad_hostname", r"gaierror|Name or service not known|nodename nor servname|gai error|[Ff]ailed to resolve host|No address associated with hostname", 2),
     _row("rendezvous_timeout", r"clients joined|RendezvousTimeoutError|RendezvousConnectionError|waiting for clients", 3),
