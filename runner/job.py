@@ -48,6 +48,7 @@ _SIZE_UNITS = {"": 1, "B": 1} | {
 }
 _PLACEHOLDER_OF_FOLDER = re.compile(r"\{(?:config_dir|workspace)\}")
 _LONGEST = timedelta(days=3650)
+_SMALLEST = 1000  # bytes
 _MOST_KEPT = 10_000  # checkpoints; their list is read at every save
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(ms|s|m|h|d))+")
 
@@ -110,6 +111,14 @@ def _more_than_nothing(value: _Amount) -> _Amount:
     return value
 
 
+def _with_its_unit(value: int | None) -> int | None:
+    """Nobody means fifty bytes: who writes 50 forgot the unit."""
+    if value is not None and value < _SMALLEST:
+        msg = f"must be at least 1KB, with its unit such as 50MB, got {value}"
+        raise ValueError(msg)
+    return value
+
+
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -130,6 +139,7 @@ Money = Annotated[
     BeforeValidator(parse_money),
     WithJsonSchema({"type": ["number", "string"], "x-kind": "money"}),
 ]
+SomeSize = Annotated[Size, AfterValidator(_with_its_unit)]
 SomeTime = Annotated[Duration, AfterValidator(_more_than_nothing)]
 SomeMoney = Annotated[Money, AfterValidator(_more_than_nothing)]
 Texts = Annotated[
@@ -348,7 +358,9 @@ class OffloadPolicy(Model):
         description="Where a request names the bucket: in the path, or in the host's name. `auto`: path, if there is an endpoint.",
     )
     keep_last: int = Field(default=2, ge=1, le=_MOST_KEPT, description="How many stay in the store.")
-    max_bandwidth: Size | None = Field(default=None, description="Upload limit in bytes a second: 50MB.")
+    max_bandwidth: SomeSize | None = Field(
+        default=None, description="Upload limit in bytes a second: 50MB. Nothing: no limit."
+    )
 
     @field_validator("to")
     @classmethod
@@ -448,7 +460,7 @@ def _is_time(text: str) -> bool:
 
 
 class LogPolicy(Model):
-    max_size: Size = Field(
+    max_size: SomeSize = Field(
         default=4 << 30,
         description="What logs may take on this disk, all attempts together. Beyond it the middle of the largest is given up.",
     )
@@ -557,6 +569,18 @@ class Job(Model):
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value.replace("{date}", "0")) is None:
             msg = f"must begin with a letter or a digit, then letters, digits, '.', '_' and '-', at most 63, got {value!r}"
             raise ValueError(msg)
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _can_be_set(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        for name, text in value.items():
+            if not name or "=" in name or "\0" in name:
+                msg = f"must have names without '=' (write NAME: value); not so: {name!r}"
+                raise ValueError(msg)
+            if "\0" in text:
+                msg = f"must have values without a zero byte, not so: {name}"
+                raise ValueError(msg)
         return value
 
     @field_validator("cards")

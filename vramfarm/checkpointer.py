@@ -172,9 +172,9 @@ class Checkpointer:
             raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
         self._finish_step()
 
-    def report(self, *, loss: float | None = None, lr: float | None = None) -> None:
+    def report(self, *, loss: float | torch.Tensor | None = None, lr: float | torch.Tensor | None = None) -> None:
         """Hand scalars to the supervisor. A tensor is waited for, as by `.item()`."""
-        self._seat.report(loss=None if loss is None else float(loss), lr=None if lr is None else float(lr))
+        self._seat.report(loss=_scalar(loss), lr=_scalar(lr))
 
     def save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Returns at once."""
@@ -564,3 +564,8 @@ def _named_optimizers(
 
 def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
     return loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
+
+
+def _scalar(value: float | torch.Tensor | None) -> float | None:
+    """A tensor that training has a graph of is read without it: torch warns of anything else."""
+    return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)

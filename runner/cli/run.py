@@ -28,6 +28,7 @@ _MAX_VARIABLE_BYTES: Final = 120_000  # Linux takes 128 KiB for one variable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", nargs="?", help="the same as --config, as other commands take it")
     parser.add_argument(
         "--config",
         metavar="JOB",
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    config = args.config
+    config = args.config or getattr(args, "job", None)
     if config == STDIN:
         _keep(sys.stdin.buffer.read(_MAX_VARIABLE_BYTES))
         config = None

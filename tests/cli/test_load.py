@@ -61,6 +61,18 @@ MISTAKES = {
         "command: t\nhang: {step_timeout: soon}",
         "job.yaml:2: hang.step_timeout: must be auto or a duration such as 90s, 30m or 1h30m, got 'soon'",
     ),
+    "a size without its unit": (
+        "command: t\noffload: {max_bandwidth: 50}",
+        "job.yaml:2: offload.max_bandwidth: must be at least 1KB, with its unit such as 50MB, got 50",
+    ),
+    "no bandwidth": (
+        "command: t\noffload: {max_bandwidth: 0}",
+        "job.yaml:2: offload.max_bandwidth: must be at least 1KB, with its unit such as 50MB, got 0",
+    ),
+    "a variable the system refuses": (
+        'command: t\nenv: {"A=B": "1"}',
+        "job.yaml:2: env: must have names without '=' (write NAME: value); not so: 'A=B'",
+    ),
     "size": (
         "command: t\noffload: {max_bandwidth: 5 parsecs}",
         "job.yaml:2: offload.max_bandwidth: must be a size such as 64MiB or 10GB, got '5 parsecs'",

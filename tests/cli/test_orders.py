@@ -35,7 +35,7 @@ def test_an_order_that_a_script_repeats_is_no_success(tmp_path: Path):
     env = {**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path)}
 
     def run(order: str) -> subprocess.CompletedProcess[str]:
-        argv = (*RUN, "--config", str(tmp_path / "job.yaml"), "--start-over", "--order", order)
+        argv = (*RUN, str(tmp_path / "job.yaml"), "--start-over", "--order", order)  # as validate takes it
         return subprocess.run(
             argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
         )

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, TensorDataset
 
 from vramfarm import Checkpointer, folder, protocol
+from vramfarm.checkpointer import _scalar
 from vramfarm.loading import Reader
 from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError, expect_no_other_writer
@@ -806,3 +807,12 @@ def test_the_batch_of_the_job_is_kept_by_a_loop_that_asks(tmp_path, monkeypatch,
     assert ([0, 1], 2, 2) == (completing, ckpt.start_step, other.start_step)
     assert "job.yaml" not in quiet
     assert "kept by 4 batches a step on these cards, this loop takes 1" in capsys.readouterr().err
+
+
+def test_a_loss_is_reported_as_training_has_it():
+    """
+    With its graph; torch's warning for that would be in every newcomer's log.
+    """
+    loss = (torch.ones(1, requires_grad=True) * 2).sum()
+
+    assert (2.0, 0.5, None) == (_scalar(loss), _scalar(0.5), _scalar(None))
