@@ -272,6 +272,8 @@ def _choose(address: Address, name: str, survey: Survey) -> Checkpoint:
         raise StoreError(
             f"{address}: expected a whole checkpoint: {problems}", hint="vramfarm-runner checkpoints ls URL"
         )
+    for problem in () if name else survey.unusable:
+        sys.stderr.write(f"passed over: {problem}\n")
     return max(found, key=lambda checkpoint: checkpoint.ref)
 
 

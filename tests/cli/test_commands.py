@@ -827,6 +827,18 @@ def test_a_damaged_checkpoint_in_the_store_is_found_and_not_restored(tmp_path, c
     assert not (tmp_path / "here" / name).exists()
 
 
+def test_restore_names_the_newer_one_that_it_passed_over(tmp_path, cli, stored):
+    """
+    Half deleted in the store: the next older whole one comes, and nobody takes it for the newest.
+    """
+    (Path(stored.removeprefix("file://")) / "checkpoints" / "step-00000500-0123abcd" / shard_name(0, 1)).unlink()
+
+    done = cli("checkpoints", "restore", stored, str(tmp_path / "here"))
+
+    assert (0, f"{tmp_path}/here/step-00000400-0123abcd\n") == (done.returncode, done.stdout)
+    assert "passed over: step-00000500-0123abcd" in done.stderr
+
+
 @pytest.mark.parametrize("action", ["ls", "verify"])
 @pytest.mark.parametrize("where", ["/x", "/.."])
 def test_a_run_that_the_store_does_not_have_is_no_empty_table(cli, stored, action, where):
