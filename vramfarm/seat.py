@@ -267,7 +267,7 @@ class Seat:
                 bool(self.page[Word.ENDED]) or self.page[Word.PROPOSED_STEP] != step or decision != Decision.COMMITTED
             )
 
-        self._await(answered)
+        self._await(answered, self._end_patience_s())
         left = self.page[Word.ENDED] == Ended.LEFT
         self.enter(Phase.LEFT if left else Phase.TRAINING)
         return left

@@ -52,10 +52,9 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     """Only now: everything the attempt left is committed, so a success cannot outlive its checkpoint."""
     exit_ = seen.exit or Exit(code=None)
     asked = history.interrupted == attempt.number
-    unsaved = _unsaved_steps(seen) if exit_.code == 0 and not seen.end and not asked else 0
-    if unsaved:
-        reason = f"it ended with exit 0 and without its last save: {unsaved} steps were lost; os._exit skips it, and the log says where it failed"
-        return RecordExit(Ending.FAILED, exit_, max(seen.progress.step, attempt.step), reason, None)
+    cut = _cut_short(seen) if exit_.code == 0 and not seen.end and not asked else ""
+    if cut:
+        return RecordExit(Ending.FAILED, exit_, max(seen.progress.step, attempt.step), cut, None)
     if (seen.end and seen.end.kind == "done") or (not seen.end and not asked and exit_.code == 0):
         ending = Ending.SUCCEEDED
     elif asked or seen.end:
@@ -70,10 +69,18 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)
 
 
-def _unsaved_steps(seen: Observed) -> int:
+def _cut_short(seen: Observed) -> str:
     """
-    Of a script that uses the library, which saves at every end that Python sees. The step that it was at is none.
+    Why exit 0 is no success, of a script that uses the library: that saves at every end that Python sees.
+
+    The step that it was at is none that was lost.
     """
-    saved = max((c.ref for c in seen.local), default=None)
-    steps = seen.progress.step - (saved.step if saved else 0)
-    return steps if seen.progress.attached and steps > 1 else 0
+    told, saved = seen.progress, max((c.ref for c in seen.local), default=None)
+    if not told.attached or told.ended:
+        return ""
+    lost = told.step - (saved.step if saved else 0)
+    if lost > 1:
+        return f"it ended with exit 0 and without its last save: {lost} steps were lost; os._exit skips it, and the log says where it failed"
+    if told.step < told.max_steps:
+        return f"it ended with exit 0 at step {told.step} of {told.max_steps}, by os._exit or the like; leave the loop, or sys.exit, where training is done"
+    return ""

@@ -14,7 +14,7 @@ from typing import Final
 
 from runner.facts import Progress
 from runner.supervise import process
-from vramfarm.protocol import WAITING, ControlPage, Env, Phase, ProtocolError, Slot, Word
+from vramfarm.protocol import WAITING, ControlPage, Ended, Env, Phase, ProtocolError, Slot, Word
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108  # named by the attempt's unique id, mode 0600, O_EXCL
 _RATE_WINDOW_NS: Final = 60 * 10**9
@@ -94,6 +94,7 @@ class ProgressReader:
         return replace(
             saves,
             attached=True,
+            ended=page[Word.ENDED] in {Ended.DONE, Ended.LEFT},
             step=min(page.get(rank, Slot.STEP) for rank in ranks),
             max_steps=max(page.get(rank, Slot.MAX_STEPS) for rank in ranks),
             loss=_loss(page),

@@ -1049,16 +1049,18 @@ def test_done_but_not_in_the_store_is_not_zero(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "saved", "expected"),
+    ("told", "saved", "expected"),
     [
-        pytest.param(50, None, Ending.FAILED, id="nothing was saved"),
-        pytest.param(50, 37, Ending.FAILED, id="thirteen steps are lost"),
-        pytest.param(50, 50, Ending.SUCCEEDED, id="saved where it ended"),
-        pytest.param(51, 50, Ending.SUCCEEDED, id="it left in the middle of a step"),
-        pytest.param(0, None, Ending.SUCCEEDED, id="it only looked"),
+        pytest.param({"step": 50, "max_steps": 100}, None, Ending.FAILED, id="nothing was saved"),
+        pytest.param({"step": 50}, 37, Ending.FAILED, id="thirteen steps are lost"),
+        pytest.param({"step": 50, "max_steps": 100}, 50, Ending.FAILED, id="half way, and nobody was told"),
+        pytest.param({"step": 51, "max_steps": 100, "ended": True}, 50, Ending.SUCCEEDED, id="it left the loop early"),
+        pytest.param({"step": 100, "max_steps": 100}, 100, Ending.SUCCEEDED, id="all steps are saved"),
+        pytest.param({"step": 50}, 50, Ending.SUCCEEDED, id="saved where it ended, of unknown length"),
+        pytest.param({"step": 0}, None, Ending.SUCCEEDED, id="it only looked"),
     ],
 )
-def test_exit_0_without_the_last_save_is_no_success(step, saved, expected):
+def test_exit_0_without_the_last_save_is_no_success(told, saved, expected):
     """
     A library that could not save at the end (os._exit, a full disk) leaves work that is nowhere: success would throw it away.
     """
@@ -1066,13 +1068,13 @@ def test_exit_0_without_the_last_save_is_no_success(step, saved, expected):
     attempt = Attempt(number=1, id="a", boot_id="b", launched_at=START, lineage=1, resume=None)
     history = History(accepted_at=START, opened_at=START, attempts=(attempt,))
     seen = Observed(now=START, boot_id="b", life="l", local=local, exit=Exit(code=0))
-    seen = replace(seen, progress=Progress(attached=True, step=step, max_steps=100))
+    seen = replace(seen, progress=Progress(attached=True, **told))
 
     action = decide(JOB, history, seen)
 
     assert isinstance(action, RecordExit)
     assert expected == action.ending
-    assert action.step == step
+    assert action.step == told["step"]
 
 
 def test_nothing_is_uploaded_while_the_store_is_tidied():

@@ -210,6 +210,27 @@ def test_commands_reach_a_store_as_job_yaml_or_the_aws_configuration_says(  # no
     assert {host} == proxy.hosts
 
 
+def test_an_empty_key_in_the_environment_is_no_key(cli, s3_offload, s3server, directory, tmp_path):
+    """
+    `docker run -e NAME=` and compose's `${NAME:-}` leave such: the key is where it is otherwise.
+    """
+    ref = commit(directory).ref
+    transfer.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
+    key, secret = (s3server.env[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    (tmp_path / "keys").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    empty = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"), "")
+    env = {
+        **s3server.env,
+        **empty,
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "keys"),
+        "AWS_ENDPOINT_URL": s3server.endpoint,
+    }
+
+    listed = cli("checkpoints", "ls", f"{s3_offload.to}/job", "--json", **env)
+
+    assert [ref.step] == [row["step"] for row in json.loads(listed.stdout or "[]")], listed.stderr
+
+
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
     """Of a server on this machine, signed by itself."""

@@ -106,7 +106,11 @@ def test_anothers_checkpoint_under_our_name_is_an_error(store, directory):
     assert theirs == store.get(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
 
 
-@pytest.mark.parametrize("spoilt", [b"", b"garbage", b"[" * 100_000, b'{"format": 9}'])
+@pytest.mark.parametrize(
+    "spoilt",
+    [b"", b"garbage", b"[" * 100_000, b'{"format": 9}', b"x" * (17 << 20)],
+    ids=["nothing", "garbage", "deep", "another format", "huge"],
+)
 def test_a_spoilt_manifest_in_the_store_is_replaced_by_ours(store, directory, spoilt):
     """
     Nobody can use it, and what lies here is good: nothing about this disk is called damaged.

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -701,3 +702,22 @@ def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(tmp_path):
     attempt.wait()
 
     assert "no checkpoint can be written" in attempt.page.error()
+
+
+def test_who_leaves_waits_for_a_rank_that_is_late_longer_than_for_a_disk(tmp_path):
+    """
+    Training on past the agreed step, beside a save that ends the others, would leave the ranks at different steps.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    page[Word.DECISION], page[Word.PROPOSED_STEP] = Decision.COMMITTED, 10
+    seat, left = Seat(page, 0, disk_s=0.2), []
+    waiting = threading.Thread(target=lambda: left.append(seat.leave(10)))
+    waiting.start()
+    for _ in range(15):
+        page[Word.SAVER_BEAT_NS] = time.monotonic_ns()
+        time.sleep(0.1)
+    too_soon = list(left)
+    page[Word.ENDED] = Ended.LEFT
+    waiting.join(20)
+
+    assert ([], [True]) == (too_soon, left)

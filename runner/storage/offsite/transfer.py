@@ -306,7 +306,9 @@ def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> Non
     key = f"{job}/checkpoints/{manifest.ref.name}/{MANIFEST}"
     if store.put_new(key, raw):
         return
-    there = store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
+    head = store.head(key)
+    is_sane = head is not None and head.size_bytes <= MAX_MANIFEST_BYTES
+    there = store.get(key, limit_bytes=MAX_MANIFEST_BYTES) if is_sane else None
     try:
         found = parse_manifest(there or b"")
     except ProtocolError:
