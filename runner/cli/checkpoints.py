@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +18,7 @@ from runner.cli.stores import Address, StoredRun, open_run
 from runner.errors import JobError, RunnerError, StoreError
 from runner.facts import Checkpoint
 from runner.job import parse_size
-from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checkpoints import RESTORING, CheckpointDir
 from runner.storage.disk import Disk
 from runner.words import size, span
 from vramfarm.protocol import MANIFEST, Ref
@@ -251,11 +251,10 @@ def _restore(which: str, folder: Path, *, as_json: bool) -> int:
 
     address = expect_in_store(which, os.environ)
     run = open_run(address)
-    checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
+    candidates = _candidates(address, run.checkpoint, transfer.survey(run.store, run.job))
     with writing("FOLDER", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
-    with Bar() as bar:
-        transfer.restore(run.store, run.job, checkpoint.ref, CheckpointDir(folder, Disk()), bar)
+    checkpoint = _bring(run, candidates, CheckpointDir(folder, Disk()))
     place = str(folder / checkpoint.ref.name)
     if as_json:
         out_json({"checkpoint": checkpoint.ref.name, "step": checkpoint.ref.step, "folder": place})
@@ -264,8 +263,26 @@ def _restore(which: str, folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _choose(address: Address, name: str, survey: Survey) -> Checkpoint:
-    """The one that the address names, or the newest."""
+def _bring(run: StoredRun, candidates: Sequence[Checkpoint], directory: CheckpointDir) -> Checkpoint:
+    """The newest whose every byte is right; which ones were not is told."""
+    from runner.storage.offsite import OffsiteError, transfer  # noqa: PLC0415  # slow
+
+    newest, *older = candidates
+    try:
+        with Bar() as bar:
+            transfer.restore(run.store, run.job, newest.ref, directory, bar)
+    except OffsiteError as error:
+        if error.damaged:
+            directory.discard(f"{RESTORING}{newest.ref.name}")
+        if not (error.damaged and older):
+            raise
+        sys.stderr.write(f"passed over: {newest.ref.name}: {error}\n")
+        return _bring(run, older, directory)
+    return newest
+
+
+def _candidates(address: Address, name: str, survey: Survey) -> list[Checkpoint]:
+    """The one that the address names, or all, the newest first."""
     found = [c for c in survey.checkpoints if name in {"", c.ref.name}]
     if not found:
         problems = "; ".join(survey.unusable) or "none is there"
@@ -274,7 +291,7 @@ def _choose(address: Address, name: str, survey: Survey) -> Checkpoint:
         )
     for problem in () if name else survey.unusable:
         sys.stderr.write(f"passed over: {problem}\n")
-    return max(found, key=lambda checkpoint: checkpoint.ref)
+    return sorted(found, key=lambda checkpoint: checkpoint.ref, reverse=True)
 
 
 # ---------------------------------------------------------------------------------- export
@@ -318,7 +335,7 @@ def _source(which: str) -> Source:
 
     if address := find_in_store(which, os.environ):
         run = open_run(address)
-        checkpoint = _choose(address, run.checkpoint, transfer.survey(run.store, run.job))
+        checkpoint = _candidates(address, run.checkpoint, transfer.survey(run.store, run.job))[0]
         return StoreSource(run.store, run.job, checkpoint.ref)
     path = Path(which).absolute()
     is_one = (path / MANIFEST).is_file()

@@ -267,7 +267,7 @@ def _refuse_change(new: Mapping[str, Any], folder: RunFolder) -> None:
         raise JobError(
             f"{folder.job}: this run was started with another {', '.join(changed)}: "
             + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
-            hint="give the job another name, or pass --accept-change to go on with the change",
+            hint="give the job another name, or pass --accept-change to go on with the change, and --go-on where the run was over",
         )
 
 

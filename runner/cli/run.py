@@ -40,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="begin at step 0, or at checkpoint.resume, although there are checkpoints",
     )
     parser.add_argument(
-        "--go-on", action="store_true", help="go on although the run was ended: stopped, given up, at a limit"
+        "--go-on",
+        action="store_true",
+        help="go on although the run is over: stopped, given up, at a limit, or done and given more steps",
     )
     parser.add_argument(
         "--accept-change", action="store_true", help="go on although job.yaml is not the one this run began with"

@@ -247,8 +247,8 @@ class Teller:
 
 
 def _tell_over(outcome: Outcome) -> str:
-    again = "--start-over trains anew" if outcome is Outcome.SUCCEEDED else "--go-on goes on, --start-over trains anew"
-    return f"this job is over already ({outcome}): nothing is trained; {again}"
+    more = ", for more steps than it had" if outcome is Outcome.SUCCEEDED else ""
+    return f"this job is over already ({outcome}): nothing is trained; --go-on goes on{more}, --start-over trains anew"
 
 
 def _remembered_save_s(path: Path) -> float | None:

@@ -813,18 +813,21 @@ def test_restore_brings_a_checkpoint_and_says_where_it_is(tmp_path, cli, stored,
 
 def test_a_damaged_checkpoint_in_the_store_is_found_and_not_restored(tmp_path, cli, stored):
     """
-    Bytes that are not those of the manifest are exit code 4, and nothing that looks like a checkpoint is left.
+    Bytes that are not those of the manifest are exit code 4, and nothing is left of it; of a run the next older one comes, and that is said.
     """
     name = "step-00000500-0123abcd"
     damaged = Path(stored.removeprefix("file://")) / "checkpoints" / name / shard_name(0, 1)
     damaged.write_bytes(b"x" * damaged.stat().st_size)
 
     verified = cli("checkpoints", "verify", stored, "--json")
-    restored = cli("checkpoints", "restore", stored, str(tmp_path / "here"))
+    restored = cli("checkpoints", "restore", f"{stored}/checkpoints/{name}", str(tmp_path / "here"))
+    newest = cli("checkpoints", "restore", stored, str(tmp_path / "there"))
 
-    assert (4, 4) == (verified.returncode, restored.returncode)
+    assert (4, 4) == (verified.returncode, restored.returncode), restored.stderr
+    assert [] == list((tmp_path / "here").iterdir())
+    assert (0, f"{tmp_path}/there/step-00000400-0123abcd\n") == (newest.returncode, newest.stdout)
+    assert f"passed over: {name}: " in newest.stderr
     assert [0, 1] == [len(found) for _, found in sorted(json.loads(verified.stdout)["checkpoints"].items())]
-    assert not (tmp_path / "here" / name).exists()
 
 
 def test_restore_names_the_newer_one_that_it_passed_over(tmp_path, cli, stored):
