@@ -1,7 +1,7 @@
 # Two commands: `make run` (the quickstart) and `make test`. Everything else serves them.
 #
 #   PYTHON=python3.12                                      another interpreter, 3.11 or newer
-#   TORCH_INDEX=https://download.pytorch.org/whl/cpu       torch without CUDA: 2 GB less to download
+#   TORCH_INDEX=URL                                        an index of torch without CUDA: 2 GB less to download
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
@@ -53,7 +53,7 @@ bench-transfer: install
 	PYTHONPATH=. $(BIN)/python benchmarks/transfer.py
 
 # The oldest torch that we support, and the oldest whose own reader reads our shards: installed from pip's index (6 GB each, with CUDA), or
-#   make test-old-torch TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   make test-old-torch TORCH_INDEX=URL      of torch without CUDA
 #   make test-old-torch VRAMFARM_OLD_TORCH=/one/bin/python:/other/bin/python      that have torch, numpy and safetensors
 OLD_TORCH := 2.6.0 2.8.0
 VRAMFARM_OLD_TORCH ?= $(subst $(eval) ,:,$(OLD_TORCH:%=$(CURDIR)/build/torch-%/bin/python))
