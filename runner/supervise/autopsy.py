@@ -137,7 +137,7 @@ def _stacks(scene: Scene, pids: Sequence[int]) -> list[str]:
     for pid in sorted(pids, key=lambda pid: (ranks[pid] is None, ranks.get(_parent(pid)) is not None)):
         if time.monotonic() > deadline:
             break
-        if text := _run(program, "dump", "--nonblocking", "--pid", str(pid)):
+        if text := _run(program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)):
             rank = ranks[pid]
             had |= _write(scene.folder / f"stack-{'x' if rank is None else rank}-{pid}.txt", text)
     return ["stacks"] if had else []

@@ -448,6 +448,19 @@ def test_stacks_of_py_spy_do_as_well(tmp_path):
     assert "in read (data.py:3)" in found.summary
 
 
+@pytest.mark.parametrize("packages", ["", "/venv/lib/python3.11/site-packages/"], ids=["shortened", "whole"])
+def test_the_script_is_named_also_where_one_rank_printed_nothing(tmp_path, packages):
+    """
+    By its stack of py-spy, in which torch's own frames come first.
+    """
+    frames = f"    all_gather ({packages}torch/distributed/distributed_c10d.py:9)\n    main (/job/train.py:38)\n"
+    spied = {"stack-1-12.txt": f'Thread 12 (idle): "MainThread"\n{frames}'}
+
+    found = hung(tmp_path, {0: aborted(WAITING)}, {"rank": None}, spied)
+
+    assert "rank 1 waits in all_gather, in main (train.py:38)" in found.summary
+
+
 def test_ranks_that_wait_at_different_places_took_different_paths(tmp_path):
     """
     The same collective called from two lines: each waits for the other.
