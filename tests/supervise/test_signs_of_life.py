@@ -204,7 +204,7 @@ def repeated(depth):
     return pickle.dumps({"entries": [{"input_sizes": sizes}]})
 
 
-@pytest.mark.parametrize("raw", [nested(), repeated(7)], ids=["deep", "wide"])
+@pytest.mark.parametrize("raw", [nested(), repeated(9)], ids=["deep", "wide"])
 def test_a_small_dump_of_endless_lists_is_read_in_no_time(tmp_path, raw):
     """
     The runner reads dumps itself: nothing in them may take all of its memory, or its time.
@@ -214,7 +214,7 @@ def test_a_small_dump_of_endless_lists_is_read_in_no_time(tmp_path, raw):
     began = time.process_time()
     (told,) = recorder.parse_dump(tmp_path / "dump")
 
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 5, "printing all of it takes minutes"
     assert told["input_sizes"].startswith("[[[...]")
 
 
