@@ -40,7 +40,7 @@ from runner.folder import RunFolder
 from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
 from runner.loop import run as run_loop
-from runner.policy.actions import End
+from runner.policy.actions import OTHER_JOB, End
 from runner.policy.batch import Uneven, split_batch
 from runner.policy.money import tariff_of
 from runner.probes import machine
@@ -267,7 +267,7 @@ def _refuse_change(new: Mapping[str, Any], folder: RunFolder) -> None:
         raise JobError(
             f"{folder.job}: this run was started with another {', '.join(changed)}: "
             + "; ".join(f"was {json.dumps(old.get(n))}, is {json.dumps(new[n])}" for n in changed),
-            hint="give the job another name, or pass --accept-change to go on with the change, and --go-on where the run was over",
+            hint=OTHER_JOB,
         )
 
 

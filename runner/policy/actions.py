@@ -19,6 +19,10 @@ LEFT = 75
 WRONG_JOB = 2
 LOCKED = 5
 
+OTHER_JOB = (
+    "give the job another name, or pass --accept-change to go on with the change, and --go-on where the run was over"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Accept:

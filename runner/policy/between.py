@@ -18,7 +18,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import Job
-from runner.policy.actions import WRONG_JOB, Action, Begin, Conclude, Discard, Join, Launch, Leave, Wait
+from runner.policy.actions import OTHER_JOB, WRONG_JOB, Action, Begin, Conclude, Discard, Join, Launch, Leave, Wait
 from runner.policy.divergence import is_distrusted
 from runner.policy.finish import lock_out, refuse, refuse_job
 from runner.policy.house import has_room, keep_house, publish_now_and_then, tell_end, tidy
@@ -111,8 +111,7 @@ def _know_the_store(job: Job, history: History, seen: Observed) -> Action | None
     if seen.offsite is None:
         return _look_meanwhile(seen) or _wait_for_lease(job, seen) or _wait_for_store(job, seen)
     if seen.other_job and not history.attempts and _has_trained(seen):
-        hint = "give the job another name, or pass --accept-change to go on with the change, and --go-on where the run was over"
-        return refuse_job(f"the store has another job of this name: {seen.other_job}; {hint}", job, seen)
+        return refuse_job(f"the store has another job of this name: {seen.other_job}; {OTHER_JOB}", job, seen)
     if seen.ledger is not None and seen.machine != history.machine:
         return Join(seen.machine, sum_up(seen.ledger, but=seen.machine))
     elsewhere = _over_there(seen)
