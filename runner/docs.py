@@ -10,17 +10,15 @@ import difflib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
-from decimal import Decimal
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from runner import job as job_module
 from runner.errors import ALL_ERRORS
-from runner.job import Job, Model, format_duration
+from runner.job import Job, Model
 from runner.policy.preflight import CHECKS
 from runner.supervise.attempt import PREVENTION, THREADS
 
@@ -30,7 +28,7 @@ _PREFACE: Final = """\
 Only `command` is needed. An unknown key, a key written twice and a value of the wrong type are refused, all at once,
 each with its line; `vramfarm-runner validate job.yaml` does that and starts nothing.
 
-- **duration**: `90s`, `30m`, `1h30m`, `2d`. **size**: `64MiB`, `10GB`, or bytes. **money**: `300`, `12.50`.
+- **duration**: `90s`, `30m`, `1h30m`, `2d`. **size**: `64MiB`, `10GB`. **money**: `300`, `12.50`.
 - YAML 1.2: `8e9` is a number; `no` and `1:30` are text. Values of `env` may be numbers; they become text.
 - `{workspace}`, `{name}`, `{date}` and `{config_dir}` (the folder of job.yaml) are filled in, in every folder and
   address, in `command`, `setup` and `env`. `{workspace}` is `$VRAMFARM_WORKSPACE`, else `/workspace` where
@@ -141,24 +139,14 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "needed"
-    value = _plain(field.get_default(call_default_factory=True))
+    value = _plain(field)
     return "" if value in (None, [], {}) else f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
 
 
-def _plain(value: object) -> Any:  # noqa: ANN401  # JSON
-    match value:
-        case timedelta():
-            return format_duration(value)
-        case Enum():
-            return value.value
-        case Decimal():
-            return str(value)
-        case Model():
-            return value.model_dump(mode="json", by_alias=True)
-        case tuple():
-            return list(value)
-        case _:
-            return value
+def _plain(field: FieldInfo) -> Any:  # noqa: ANN401  # JSON
+    """The default as job.yaml writes it."""
+    written = TypeAdapter(field.rebuild_annotation())
+    return written.dump_python(field.get_default(call_default_factory=True), mode="json", by_alias=True)
 
 
 def job_schema() -> str:
@@ -184,7 +172,7 @@ def _correct(section: dict[str, Any], cls: type[Model]) -> None:
         entry = section["properties"][field.alias or name]
         entry.pop("title", None)
         if "default" in entry:
-            entry["default"] = _plain(field.get_default(call_default_factory=True))
+            entry["default"] = _plain(field)
 
 
 # ----------------------------------------------------------------------------- exit codes

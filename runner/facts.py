@@ -291,15 +291,24 @@ class LeaseState(StrEnum):
     TAKEN = "taken"  # another runner has it, and lives
 
 
+class Vacancy(StrEnum):
+    """Why a lease that another runner had could be taken."""
+
+    SILENT = "silent"  # it was not renewed for a minute
+    GIVEN_BACK = "given_back"
+    GONE = "gone"  # somebody removed the object
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write this run, as far as it is known here. `who` has it, `until` by its own clock."""
+    """The right to write this run, as far as it is known here. `who` has it, `until` by its own clock; `vacancy`: why it was free."""
 
     state: LeaseState = LeaseState.NOT_NEEDED
     fence: int = 0
     who: str = ""
     until: str = ""
     trouble: str = ""
+    vacancy: Vacancy = Vacancy.SILENT
 
 
 # ------------------------------------------------------------------------------------ hangs

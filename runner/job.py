@@ -41,11 +41,12 @@ from vramfarm.protocol import is_name
 _Amount = TypeVar("_Amount", timedelta, Decimal)
 
 _DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
-_SIZE_UNITS = {"": 1, "B": 1} | {
+_SIZE_UNITS = {"B": 1, "kB": 1000} | {
     f"{prefix}{suffix}": base ** (power + 1)
     for suffix, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("KMGT")
 }
+_SIZE = r"(\d+(?:\.\d+)?)\s*(k?B|[KMGT]i?B)(?:/s)?"
 _PLACEHOLDER_OF_FOLDER = re.compile(r"\{(?:config_dir|workspace)\}")
 _LONGEST = timedelta(days=3650)
 _SMALLEST = 1000  # bytes
@@ -80,14 +81,19 @@ def format_duration(value: timedelta) -> str:
 
 
 def parse_size(value: object) -> int:
-    """`64MiB`, `10GB`, or a whole number of bytes."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)(?:/s)?", str(value).strip())
-    if not isinstance(value, str) or not match or match[2] not in _SIZE_UNITS:
-        msg = f"must be a size such as 64MiB or 10GB, got {value!r}"
+    """`64MiB`, `10GB`, `50MB/s`. A bare number is refused, as for a duration: nobody knows its unit."""
+    match = re.fullmatch(_SIZE, value.strip()) if isinstance(value, str) else None
+    if match is None:
+        msg = f"must be a size with its unit such as 64MiB or 10GB, got {value!r}"
         raise ValueError(msg)
     return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
+
+
+def format_size(value: int) -> str:
+    """As job.yaml writes it; `parse_size` gives the size back, to the byte."""
+    whole = (unit for unit in sorted(_SIZE_UNITS, key=_SIZE_UNITS.__getitem__) if value % _SIZE_UNITS[unit] == 0)
+    *_, largest = whole if value else ("B",)
+    return f"{value // _SIZE_UNITS[largest]}{largest}"
 
 
 def parse_money(value: object) -> Decimal:
@@ -111,10 +117,10 @@ def _more_than_nothing(value: _Amount) -> _Amount:
     return value
 
 
-def _with_its_unit(value: int | None) -> int | None:
-    """Nobody means fifty bytes: who writes 50 forgot the unit."""
+def _some_bytes(value: int | None) -> int | None:
+    """Nobody means fifty bytes: who writes 50B has another unit in mind."""
     if value is not None and value < _SMALLEST:
-        msg = f"must be at least 1KB, with its unit such as 50MB, got {value}"
+        msg = f"must be at least 1KB, got {value}"
         raise ValueError(msg)
     return value
 
@@ -132,14 +138,15 @@ Duration = Annotated[
 Size = Annotated[
     int,
     BeforeValidator(parse_size),
-    WithJsonSchema({"type": ["integer", "string"], "x-kind": "size"}),
+    PlainSerializer(format_size, when_used="json"),
+    WithJsonSchema({"type": "string", "pattern": rf"^{_SIZE.replace('(?:', '(')}$", "x-kind": "size"}),
 ]
 Money = Annotated[
     Decimal,
     BeforeValidator(parse_money),
     WithJsonSchema({"type": ["number", "string"], "x-kind": "money"}),
 ]
-SomeSize = Annotated[Size, AfterValidator(_with_its_unit)]
+SomeSize = Annotated[Size, AfterValidator(_some_bytes)]
 SomeTime = Annotated[Duration, AfterValidator(_more_than_nothing)]
 SomeMoney = Annotated[Money, AfterValidator(_more_than_nothing)]
 Texts = Annotated[
@@ -443,7 +450,7 @@ class Limits(Model):
     def _a_time(cls, value: str | None) -> str | None:
         if value is None or _is_time(value):
             return value
-        msg = f"must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time, got {value!r}"
+        msg = f"must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time such as 2026-12-01T07:00+01:00, got {value!r}"
         raise ValueError(msg)
 
 

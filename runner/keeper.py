@@ -148,7 +148,7 @@ class _Keeping:
     def _say(self) -> None:
         keeper = self.keeper
         if keeper.mine is not None:
-            told = _told(LeaseState.HELD, keeper.mine, renewed_s=keeper.renewed_s)
+            told = _told(LeaseState.HELD, keeper.mine, renewed_s=keeper.renewed_s, vacancy=keeper.vacancy)
         elif keeper.watched_s is not None:
             told = _told(LeaseState.WATCHING, keeper.there)
         else:

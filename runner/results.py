@@ -22,6 +22,7 @@ from runner.facts import (
     Severity,
     TaskKind,
     TaskState,
+    Vacancy,
 )
 from runner.policy import ledger
 from runner.policy.lease import Pace, may_write
@@ -133,6 +134,7 @@ class LeaseView:
             who=str(told.get("who", ""))[:200],
             until=str(told.get("until", ""))[:40],
             trouble=trouble,
+            vacancy=Vacancy(told.get("vacancy", Vacancy.SILENT)),
         )
 
     def _learn(self, told: Mapping[str, Any]) -> None:

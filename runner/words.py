@@ -30,6 +30,7 @@ from runner.facts import (
     Running,
     Server,
     TaskKind,
+    Vacancy,
     Verdict,
 )
 from runner.job import Job, OnLimit, format_duration
@@ -317,6 +318,13 @@ def _limit_near(before: Observed | None, after: Observed) -> Iterator[str]:
         yield f"{why} ends this run in {span(now.total_seconds())}, at {after.deadline_at:%H:%M} UTC: it saves before; job.yaml (limits) can give it more"
 
 
+_VACANT = {
+    Vacancy.SILENT: "it is silent",
+    Vacancy.GIVEN_BACK: "it gave the run back",
+    Vacancy.GONE: "its lease was removed from the store",
+}
+
+
 def _lease_change(before: Lease, after: Lease) -> str:
     match after.state:
         case LeaseState.WATCHING:
@@ -324,7 +332,7 @@ def _lease_change(before: Lease, after: Lease) -> str:
         case LeaseState.HELD if before.state is LeaseState.LAPSED:
             return "the lease of the run is renewed: copies go on"
         case LeaseState.HELD if before.state is LeaseState.WATCHING:
-            return f"it is silent; the run is ours now (lease {after.fence})"
+            return f"{_VACANT[after.vacancy]}; the run is ours now (lease {after.fence})"
         case LeaseState.LAPSED:
             why = f": {after.trouble}" if after.trouble else ""
             return f"the lease of the run cannot be renewed{why}; training goes on, copies wait"

@@ -17,6 +17,8 @@ from runner.facts import (
     Failed,
     Finished,
     History,
+    Lease,
+    LeaseState,
     Live,
     Machine,
     Observed,
@@ -25,6 +27,7 @@ from runner.facts import (
     Running,
     Server,
     TaskKind,
+    Vacancy,
 )
 from runner.job import Job
 from runner.policy.actions import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
@@ -153,6 +156,25 @@ def test_what_came_about_between_two_looks():
         "checkpoint y verified in the store: 8 shards",
     ] == list(changes(SEEN, after))
     assert [] == list(changes(after, after))
+
+
+@pytest.mark.parametrize(
+    ("vacancy", "told"),
+    [
+        (Vacancy.SILENT, "it is silent"),
+        (Vacancy.GIVEN_BACK, "it gave the run back"),
+        (Vacancy.GONE, "its lease was removed from the store"),
+    ],
+    ids=str,
+)
+def test_why_the_run_could_be_taken_over_is_told(vacancy, told):
+    """
+    Nobody looks for a machine that died where one ended well.
+    """
+    watching = replace(SEEN, lease=Lease(state=LeaseState.WATCHING, who="m-1", fence=3))
+    held = replace(SEEN, lease=Lease(state=LeaseState.HELD, fence=4, vacancy=vacancy))
+
+    assert [f"{told}; the run is ours now (lease 4)"] == list(changes(watching, held))
 
 
 def test_a_refusal_of_the_store_is_said_once_with_the_cure():

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -32,8 +32,9 @@ from runner.job import (
     ProviderName,
     format_duration,
 )
+from runner.policy.limits import next_time
 from runner.policy.resume import is_elsewhere
-from runner.words import size
+from runner.words import size, span
 
 _VARIABLE: Final = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
@@ -64,19 +65,20 @@ def run(args: argparse.Namespace) -> int:
         *_warn_of_variables(loaded),
         *_warn_of_batch(loaded.job),
         *_warn_of_fork(loaded.job),
+        *_warn_of_the_time(loaded, datetime.now(UTC)),
         *warn(loaded.job, os.environ),
     ]
     if args.json:
         out_json({"job": loaded.job.model_dump(mode="json", by_alias=True), "warnings": warnings})
         return 0
-    for topic, text in describe(loaded):
+    for topic, text in describe(loaded, datetime.now(UTC)):
         out(f"{topic:<10} {text}")
     for warning in warnings:
         out(f"warning: {warning}")
     return 0
 
 
-def describe(loaded: LoadedJob) -> Iterator[tuple[str, str]]:
+def describe(loaded: LoadedJob, now: datetime) -> Iterator[tuple[str, str]]:
     """What the job would do, a topic a line."""
     job = loaded.job
     yield "job", f"{job.name}: {job.launcher} {' '.join(job.command.split())}"
@@ -85,7 +87,7 @@ def describe(loaded: LoadedJob) -> Iterator[tuple[str, str]]:
     yield "saves", _saves(job)
     yield "copies", _copies(job)
     yield "failures", _failures(job)
-    yield "limits", _limits(job)
+    yield "limits", _limits(job, now)
     yield "at the end", _end(job)
 
 
@@ -149,16 +151,23 @@ def _failures(job: Job) -> str:
     )
 
 
-def _limits(job: Job) -> str:
+def _limits(job: Job, now: datetime) -> str:
     limits = job.limits
+    until = next_time(limits.until, now) if limits.until else now
     parts = [
         format_duration(limits.max_duration) if limits.max_duration else "",
-        f"at {limits.until}" if limits.until else "",
+        f"at {limits.until} ({_moment(until, now)})" if limits.until else "",
         f"{limits.max_cost} spent" if limits.max_cost is not None else "",
     ]
     first = ", ".join(filter(None, parts)) or "24h (no limit is set)"
     then = "what is only here is saved first" if limits.on_limit is OnLimit.KEEP_DATA else "not a minute more"
     return f"{first}; then the server stops, {then}"
+
+
+def _moment(at: datetime, now: datetime) -> str:
+    """`in 8h 12m, 2026-12-01 06:00 UTC`: who wrote no zone, or another day, sees it."""
+    when = f"in {span((at - now).total_seconds())}" if at > now else f"{span((now - at).total_seconds())} ago"
+    return f"{when}, {at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _end(job: Job) -> str:
@@ -216,6 +225,14 @@ def _warn_of_fork(job: Job) -> Iterator[str]:
     place = job.checkpoint.resume
     if is_elsewhere(place) and "://" not in place and not Path(place).is_dir():
         yield f"checkpoint.resume: expected a folder at {place}, found none here; the first start would be refused"
+
+
+def _warn_of_the_time(loaded: LoadedJob, now: datetime) -> Iterator[str]:
+    """Not refused: a run that is here may have reached its limit, and has its last things to copy."""
+    text = loaded.job.limits.until
+    if text and (at := next_time(text, now)) <= now:
+        zone = "" if datetime.fromisoformat(text).tzinfo else "; no zone is named, which means UTC"
+        yield f"{place_of(loaded, 'limits.until')}limits.until: expected a time to come, found {text} ({_moment(at, now)}{zone}): the job would end before it trains"
 
 
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:

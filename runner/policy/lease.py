@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from runner.facts import Vacancy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
@@ -56,6 +58,7 @@ class Keeper:
     renewed_s: float | None = None  # begin of the last write that was confirmed
     next_s: float = 0.0
     lost_to: Claim | None = None
+    vacancy: Vacancy = Vacancy.SILENT  # of what `mine` took over
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +111,14 @@ def looked(keeper: Keeper, there: Claim | None, tag: str | None, now_s: float) -
     if keeper.mine is not None and tag is not None:
         return replace(seen, lost_to=there or _NOBODY)
     if tag is None or (there is not None and (there.released or there.holder == keeper.holder)):
-        return replace(seen, mine=None, watched_s=None)  # free, or ours from an earlier life: take it
+        vacancy = Vacancy.GONE if tag is None else Vacancy.GIVEN_BACK
+        return replace(seen, mine=None, watched_s=None, vacancy=vacancy)  # free, or ours from an earlier life: take it
     if keeper.watched_s is None:
         seen = replace(seen, watched_s=now_s)
     elif tag != keeper.tag:
         return replace(seen, lost_to=there or _NOBODY)  # it was renewed, or another one was faster
     since_s = now_s if keeper.watched_s is None else keeper.watched_s
-    return replace(seen, next_s=min(now_s + keeper.pace.look_s, since_s + keeper.pace.watch_s))
+    return replace(seen, vacancy=Vacancy.SILENT, next_s=min(now_s + keeper.pace.look_s, since_s + keeper.pace.watch_s))
 
 
 _NOBODY = Claim(holder="", life="", fence=0, who="somebody whose lease cannot be read")

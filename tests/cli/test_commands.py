@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -347,6 +348,33 @@ def test_a_command_without_its_way_to_resume_has_its_line(tmp_path, cli):
 
     assert 2 == done.returncode
     assert done.stderr.startswith("error: job.yaml:3: command: expected {resume_args} in it")
+
+
+@pytest.mark.parametrize(("zone", "told"), [("+02:00", ""), ("", "; no zone is named, which means UTC")])
+def test_a_limit_that_is_over_is_said(tmp_path, cli, zone, told):
+    """
+    A date of last night ends the job at its first look: nobody is left to find that out at 3 a.m., and UTC is named.
+    """
+    over = datetime.now(UTC) - timedelta(hours=3)
+    written = f"{over + timedelta(hours=2 if zone else 0):%Y-%m-%dT%H:%M}{zone}"
+    (tmp_path / "job.yaml").write_text(f"name: a\ncommand: train.py\nlimits:\n  until: {written}\n")
+
+    done = cli("validate", "job.yaml")
+
+    (warning,) = [line for line in done.stdout.splitlines() if "limits.until: " in line]
+    assert warning.startswith(f"warning: job.yaml:4: limits.until: expected a time to come, found {written} (3h 0")
+    assert warning.endswith(f" ago, {over:%Y-%m-%d %H:%M} UTC{told}): the job would end before it trains")
+
+
+def test_a_limit_by_the_clock_is_told_in_utc(tmp_path, cli):
+    """
+    `07:00 Europe/Berlin` is this morning's or tomorrow's: which, and how far away, is said.
+    """
+    (tmp_path / "job.yaml").write_text("name: a\ncommand: train.py\nlimits: {until: '07:00 Asia/Tokyo'}\n")
+
+    (line,) = [line for line in cli("validate", "job.yaml").stdout.splitlines() if line.startswith("limits ")]
+
+    assert re.search(r"at 07:00 Asia/Tokyo \(in [0-9hms ]+, \d{4}-\d\d-\d\d 22:00 UTC\); then", line)
 
 
 @pytest.mark.parametrize("how", ["stdin", "variable"])

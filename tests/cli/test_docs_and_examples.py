@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runner.cli.load import load_job
 from runner.docs import DOCS, job_schema, main
 from runner.errors import ALL_ERRORS
-from runner.job import Job, format_duration, parse_duration
+from runner.job import Job, format_duration, format_size, parse_duration, parse_size
 
 ROOT = DOCS.parent
 EXAMPLES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -78,6 +78,7 @@ def test_the_schema_for_editors_knows_every_key_with_its_default():
 
     assert set(Job.model_fields) == set(schema["properties"])
     assert "30m" == schema["$defs"]["CheckpointPolicy"]["properties"]["save_interval"]["default"]
+    assert "4GiB" == schema["$defs"]["LogPolicy"]["properties"]["max_size"]["default"]
 
 
 @settings(deadline=None)
@@ -90,3 +91,30 @@ def test_a_duration_is_read_back_as_it_was_written(duration):
 
     assert written == format_duration(parse_duration(written))
     assert abs(parse_duration(written) - duration) <= parse_duration("1ms")
+
+
+@given(st.integers(0, 10**16))
+def test_a_size_is_read_back_as_it_was_written(num_bytes):
+    """
+    To the byte, so that a job that was accepted, or is handed to a server, is the job that was written.
+    """
+    assert num_bytes == parse_size(format_size(num_bytes))
+
+
+def test_a_job_is_read_back_with_its_sizes():
+    """
+    What `validate --json` and the run folder hold is a job again, and has units as job.yaml has.
+    """
+    written = {
+        "command": "t",
+        "offload": {"max_bandwidth": "50MB/s"},
+        "logs": {"max_size": "64 MiB"},
+        "preflight": {"min_bus_bandwidth": "1.5GB"},
+    }
+    job = Job.model_validate(written)
+
+    dumped = job.model_dump(mode="json", by_alias=True)
+
+    sizes = (dumped["offload"]["max_bandwidth"], dumped["logs"]["max_size"], dumped["preflight"]["min_bus_bandwidth"])
+    assert ("50MB", "64MiB", "1500MB") == sizes
+    assert job == Job.model_validate(dumped)

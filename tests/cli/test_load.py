@@ -62,12 +62,24 @@ MISTAKES = {
         "job.yaml:2: hang.step_timeout: must be auto or a duration such as 90s, 30m or 1h30m, got 'soon'",
     ),
     "a size without its unit": (
-        "command: t\noffload: {max_bandwidth: 50}",
-        "job.yaml:2: offload.max_bandwidth: must be at least 1KB, with its unit such as 50MB, got 50",
+        "command: t\nlogs: {max_size: 1000}",
+        "job.yaml:2: logs.max_size: must be a size with its unit such as 64MiB or 10GB, got 1000",
+    ),
+    "a size without its unit, as text": (
+        "command: t\noffload: {max_bandwidth: '50000000'}",
+        "job.yaml:2: offload.max_bandwidth: must be a size with its unit such as 64MiB or 10GB, got '50000000'",
+    ),
+    "a choice, or a size without its unit": (
+        "command: t\npreflight: {min_bus_bandwidth: 5000000000}",
+        "job.yaml:2: preflight.min_bus_bandwidth: must be auto or a size with its unit such as 64MiB or 10GB, got 5000000000",
+    ),
+    "a size of next to nothing": (
+        "command: t\noffload: {max_bandwidth: 50B}",
+        "job.yaml:2: offload.max_bandwidth: must be at least 1KB, got '50B'",
     ),
     "no bandwidth": (
         "command: t\noffload: {max_bandwidth: 0}",
-        "job.yaml:2: offload.max_bandwidth: must be at least 1KB, with its unit such as 50MB, got 0",
+        "job.yaml:2: offload.max_bandwidth: must be a size with its unit such as 64MiB or 10GB, got 0",
     ),
     "a variable the system refuses": (
         'command: t\nenv: {"A=B": "1"}',
@@ -75,7 +87,7 @@ MISTAKES = {
     ),
     "size": (
         "command: t\noffload: {max_bandwidth: 5 parsecs}",
-        "job.yaml:2: offload.max_bandwidth: must be a size such as 64MiB or 10GB, got '5 parsecs'",
+        "job.yaml:2: offload.max_bandwidth: must be a size with its unit such as 64MiB or 10GB, got '5 parsecs'",
     ),
     "money": (
         "command: t\nlimits: {max_cost: -3}",
@@ -83,11 +95,11 @@ MISTAKES = {
     ),
     "clock without a zone": (
         "command: t\nlimits: {until: '07:00'}",
-        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time, got '07:00'",
+        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time such as 2026-12-01T07:00+01:00, got '07:00'",
     ),
     "date without a clock": (
         "command: t\nlimits: {until: '20261130'}",
-        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time, got '20261130'",
+        "job.yaml:2: limits.until: must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time such as 2026-12-01T07:00+01:00, got '20261130'",
     ),
     "no time between saves": (
         "command: t\ncheckpoint: {save_interval: 0s}",

@@ -19,6 +19,7 @@ from runner.facts import (
     Preflight,
     Running,
     TaskKind,
+    Vacancy,
     Verdict,
 )
 from runner.job import Job
@@ -218,6 +219,22 @@ def test_the_same_run_folder_takes_it_at_once_and_so_does_anybody_after_a_releas
     assert [Put(Claim(holder=h, life="now", fence=4), "t") for h in "ab"] == [
         decide_move(keeper, 10.0) for keeper in (again, after)
     ]
+
+
+def test_it_is_known_why_a_lease_was_free():
+    """
+    Whoever watched another one for a minute, or saw it leave, or saw nothing any more, can say so.
+    """
+    theirs = Claim(holder="a", life="theirs", fence=3)
+    watching = looked(Keeper(holder="b", life="now"), theirs, "t", 0.0)
+    ends = (
+        looked(watching, theirs, "t", 60.0),
+        looked(watching, replace(theirs, released=True), "t2", 5.0),
+        looked(watching, None, None, 5.0),
+    )
+
+    assert [Vacancy.SILENT, Vacancy.GIVEN_BACK, Vacancy.GONE] == [keeper.vacancy for keeper in ends]
+    assert all(isinstance(decide_move(keeper, 60.0), Put) for keeper in ends)
 
 
 def test_a_lease_that_cannot_be_read_is_watched_like_any():

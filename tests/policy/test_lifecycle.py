@@ -1096,7 +1096,7 @@ def test_logs_that_grow_too_large_are_trimmed_while_it_trains_and_at_the_end(log
     """
     A script that prints a thousand lines a second for a night must not fill the disk of the checkpoints, nor leave it full.
     """
-    job = Job.model_validate({"command": "train.py", "logs": {"max_size": 1000}})
+    job = Job.model_validate({"command": "train.py", "logs": {"max_size": "1kB"}})
     history = History(accepted_at=START, opened_at=START)
     seen = Observed(
         now=START,
@@ -1539,7 +1539,7 @@ def test_an_end_by_sigterm_that_was_asked_for_is_no_first_error():
 
 # ------------------------------------------------------------------------ a loss that goes wrong
 
-GUARDED = Job.model_validate({**JOB.model_dump(by_alias=True), "guard": {"nan_patience": 250}})
+GUARDED = Job.model_validate({**JOB.model_dump(mode="json", by_alias=True), "guard": {"nan_patience": 250}})
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_the_good_checkpoint(tmp_path):
@@ -1600,7 +1600,7 @@ def test_a_loss_that_recovers_is_let_be(tmp_path):
     """
     Fewer steps than the guard's patience change nothing.
     """
-    patient = Job.model_validate({**JOB.model_dump(by_alias=True), "guard": {"nan_patience": 10_000}})
+    patient = Job.model_validate({**JOB.model_dump(mode="json", by_alias=True), "guard": {"nan_patience": 10_000}})
     elsewhere = Elsewhere(nan_from={1: 400})
 
     end, _ = boot(patient, tmp_path / "job", elsewhere)

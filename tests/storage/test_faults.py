@@ -132,7 +132,7 @@ def test_a_store_that_goes_away_and_comes_back(tmp_path, directory):
     server.start()
     try:
         with FaultProxy(server.endpoint) as proxy:
-            offload = OffloadPolicy(to=f"s3://{BUCKET}/x", endpoint=proxy.endpoint, max_bandwidth=12_000_000)
+            offload = OffloadPolicy(to=f"s3://{BUCKET}/x", endpoint=proxy.endpoint, max_bandwidth="12MB")
             store, ref = S3Store(offload, server.env, ABLE, part_chunks=1), commit(directory, shards=SHARDS).ref
             proxy.add(operation="UploadPart", times=1, lost=True)  # one part has arrived for certain
             killer = threading.Timer(1.2, server.stop)

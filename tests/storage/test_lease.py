@@ -109,7 +109,8 @@ def test_after_a_release_nobody_waits(keeper):
     first.process.send_signal(signal.SIGUSR1)
     assert "unknown" == first.result()["state"]
 
-    assert 2 == keeper("second").until("held").told()["fence"]
+    second = keeper("second").until("held").told()
+    assert (2, "given_back") == (second["fence"], second["vacancy"])
     assert not [line for line in keeper("third").until("watching").lines() if line.get("result")]
 
 
