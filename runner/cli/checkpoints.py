@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.cli.output import Bar, out, out_json, table, writing
-from runner.cli.runs import expect_in_store, find_in_store, find_run
+from runner.cli.runs import expect_in_store, find_in_store
+from runner.cli.shelves import (
+    Candidate,
+    candidates,
+    candidates_in_store,
+    damaged_names,
+    expect_run,
+    find_place,
+    first_whole,
+)
 from runner.cli.status import read_status
 from runner.cli.stores import Address, StoredRun, open_run
 from runner.errors import JobError, RunnerError, StoreError
@@ -21,17 +30,16 @@ from runner.job import parse_size
 from runner.storage.checkpoints import RESTORING, CheckpointDir
 from runner.storage.disk import Disk
 from runner.words import size, span
-from vramfarm.protocol import MANIFEST, Ref
+from vramfarm.protocol import Ref
 
 if TYPE_CHECKING:
-    from runner.storage.offsite.transfer import Meter, Source, Survey
+    from runner.storage.export import Exported, Wish
+    from runner.storage.offsite.transfer import Meter, Source
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
-_MARKS: Final = ("status.json", "ledger.json", "job.json")
-_FOLDER: Final = "checkpoints"
+_RESTORE: Final = "bring one here, from the store or another folder, verified"
 _EXPORT: Final = "write the model as safetensors files, verified, which other programs read"
-_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _HEAD: Final = ("STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED")
 
 
@@ -46,12 +54,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "run",
             metavar="RUN",
             nargs="?",
-            help="folder, name or job.yaml of a run; or a folder or address of checkpoints",
+            help="folder, name or job.yaml of a run; a folder of checkpoints, or of one; or an address of these",
         )
         action.add_argument("--json", action="store_true", help="as JSON")
-    restore = actions.add_parser("restore", help="bring one here from the store, verified")
+    restore = actions.add_parser("restore", help=_RESTORE, description=_RESTORE)
     restore.add_argument(
-        "which", metavar="URL", help="s3:// or file:// of one checkpoint, or of a run or its job.yaml: then its newest"
+        "which",
+        metavar="CHECKPOINT|RUN|URL",
+        help="address or folder of one checkpoint; or a run, in the store or here, or its job.yaml: its newest",
     )
     restore.add_argument("folder", metavar="FOLDER", help="where it goes; the checkpoint's own folder is made in it")
     restore.add_argument("--json", action="store_true", help="as JSON")
@@ -107,21 +117,18 @@ def _rows(which: str | None) -> list[dict[str, Any]]:
     """Oldest first; what is only in the store has no size: the run never read it."""
     if address := find_in_store(which, os.environ):
         return _rows_of_store(address)
-    root, run_dir = _place(which)
-    directory = CheckpointDir(root, Disk())
-    rows = {checkpoint.ref.name: _row(checkpoint) for checkpoint in directory.committed()}
-    if not rows and (damaged := _damaged(directory)):
-        sys.stderr.write(f"{root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}\n")
-    for known in _known(run_dir):
+    place = find_place(which)
+    directory = place.directory()
+    rows = {c.ref.name: _row(c) for c in directory.committed() if place.means(c.ref.name)}
+    if not rows and (damaged := list(filter(place.means, damaged_names(directory)))):
+        sys.stderr.write(f"{place.root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}\n")
+    for known in _known(place.run_dir):
         name = f"step-{known['step']:08d}-{known['id']}"
+        if not place.means(name):
+            continue
         here = rows.setdefault(name, {**known, "size_bytes": None, "written_at": None, "local": False})
         here.update(offsite=known["offsite"], verified=known["verified"])
     return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"]))
-
-
-def _damaged(directory: CheckpointDir) -> list[str]:
-    """Names of those that cannot be read, and of those that were set aside."""
-    return [*(problem.partition(": ")[0] for problem in directory.problems()), *directory.look().damaged]
 
 
 def _rows_of_store(address: Address) -> list[dict[str, Any]]:
@@ -131,20 +138,10 @@ def _rows_of_store(address: Address) -> list[dict[str, Any]]:
     run = open_run(address)
     with Bar() as bar:
         survey = transfer.survey(run.store, run.job, bar)
-    _expect_run(address, run, survey)
+    expect_run(address, run, survey)
     for problem in survey.unusable:
         sys.stderr.write(f"unusable: {problem}\n")
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
-
-
-def _expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
-    """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
-    if not survey.checkpoints and not survey.unusable:
-        marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
-        if not any(marks):
-            raise StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
-    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.unusable:
-        raise StoreError(f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls")
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -207,12 +204,14 @@ def _verify(which: str | None, *, as_json: bool) -> int:
 def _differences_here(which: str | None) -> Differences:
     from runner.storage.offsite.transfer import Meter  # noqa: PLC0415  # slow
 
-    directory = CheckpointDir(_place(which)[0], Disk())
-    checkpoints = directory.committed()
+    place = find_place(which)
+    directory = place.directory()
+    checkpoints = [c for c in directory.committed() if place.means(c.ref.name)]
     with Bar() as bar:
         meter = Meter(sum(c.size_bytes for c in checkpoints), bar)
         found = {c.ref.name: list(directory.verify(c.ref, meter.add)) for c in checkpoints}
-    return found, list(directory.problems())
+    nothing = () if checkpoints else (f"{place.root}: expected a checkpoint, found none",)
+    return found, list(place.problems() or nothing)
 
 
 def _differences_in_store(address: Address) -> Differences:
@@ -222,7 +221,7 @@ def _differences_in_store(address: Address) -> Differences:
     run = open_run(address)
     run = open_run(address, transfer.read_abilities(run.store, run.job))
     survey = transfer.survey(run.store, run.job)
-    _expect_run(address, run, survey)
+    expect_run(address, run, survey)
     wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
     with Bar() as bar:
         meter = transfer.Meter(sum(c.size_bytes for c in wanted), bar)
@@ -247,14 +246,11 @@ def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
 
 def _restore(which: str, folder: Path, *, as_json: bool) -> int:
     """Exit 0 only if every byte that was brought is what the manifest says."""
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
-
-    address = expect_in_store(which, os.environ)
-    run = open_run(address)
-    candidates = _candidates(address, run.checkpoint, transfer.survey(run.store, run.job))
+    is_job = Path(which).is_file()
+    found = candidates_in_store(expect_in_store(which, os.environ)) if is_job else candidates(which)
     with writing("FOLDER", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = _bring(run, candidates, CheckpointDir(folder, Disk()))
+    checkpoint = first_whole(found, partial(_bring, CheckpointDir(folder, Disk())))
     place = str(folder / checkpoint.ref.name)
     if as_json:
         out_json({"checkpoint": checkpoint.ref.name, "step": checkpoint.ref.step, "folder": place})
@@ -263,35 +259,16 @@ def _restore(which: str, folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _bring(run: StoredRun, candidates: Sequence[Checkpoint], directory: CheckpointDir) -> Checkpoint:
-    """The newest whose every byte is right; which ones were not is told."""
-    from runner.storage.offsite import OffsiteError, transfer  # noqa: PLC0415  # slow
+def _bring(directory: CheckpointDir, candidate: Candidate) -> Checkpoint:
+    from runner.storage.offsite import OffsiteError  # noqa: PLC0415  # slow
 
-    newest, *older = candidates
     try:
         with Bar() as bar:
-            transfer.restore(run.store, run.job, newest.ref, directory, bar)
+            return candidate.bring(directory, bar)
     except OffsiteError as error:
         if error.damaged:
-            directory.discard(f"{RESTORING}{newest.ref.name}")
-        if not (error.damaged and older):
-            raise
-        sys.stderr.write(f"passed over: {newest.ref.name}: {error}\n")
-        return _bring(run, older, directory)
-    return newest
-
-
-def _candidates(address: Address, name: str, survey: Survey) -> list[Checkpoint]:
-    """The one that the address names, or all, the newest first."""
-    found = [c for c in survey.checkpoints if name in {"", c.ref.name}]
-    if not found:
-        problems = "; ".join(survey.unusable) or "none is there"
-        raise StoreError(
-            f"{address}: expected a whole checkpoint: {problems}", hint="vramfarm-runner checkpoints ls URL"
-        )
-    for problem in () if name else survey.unusable:
-        sys.stderr.write(f"passed over: {problem}\n")
-    return sorted(found, key=lambda checkpoint: checkpoint.ref, reverse=True)
+            directory.discard(f"{RESTORING}{candidate.ref.name}")
+        raise
 
 
 # ---------------------------------------------------------------------------------- export
@@ -299,15 +276,13 @@ def _candidates(address: Address, name: str, survey: Survey) -> list[Checkpoint]
 
 def _export(args: argparse.Namespace) -> int:
     """Exit 0 only if the whole model is there, durably, and every byte of it was what the manifest says."""
-    from runner.storage.export import Wish, export  # noqa: PLC0415  # slow
+    from runner.storage.export import Wish  # noqa: PLC0415  # slow
 
     try:
         wish = Wish(part=args.part, max_file_bytes=parse_size(args.max_shard_size), as_bf16=args.dtype == "bf16")
     except ValueError as error:
         raise JobError(f"--max-shard-size: {error}") from None
-    source = _source(args.which)
-    with Bar() as bar:
-        done = export(source, Path(args.to), wish, Disk(), bar)
+    source, done = first_whole(candidates(args.which), partial(_export_one, Path(args.to), wish))
     if done.left_out:
         sys.stderr.write(f"left out, no tensors of the model: {', '.join(done.left_out)}\n")
     if not args.json:
@@ -328,52 +303,9 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _source(which: str) -> Source:
-    from runner.storage.export import HereSource  # noqa: PLC0415  # slow
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
-    from runner.storage.offsite.transfer import StoreSource  # noqa: PLC0415  # the same
+def _export_one(folder: Path, wish: Wish, candidate: Candidate) -> tuple[Source, Exported]:
+    from runner.storage.export import export  # noqa: PLC0415  # slow
 
-    if address := find_in_store(which, os.environ):
-        run = open_run(address)
-        checkpoint = _candidates(address, run.checkpoint, transfer.survey(run.store, run.job))[0]
-        return StoreSource(run.store, run.job, checkpoint.ref)
-    path = Path(which).absolute()
-    is_one = (path / MANIFEST).is_file()
-    if not is_one:
-        _refuse_pickles(path)
-    directory = CheckpointDir(path.parent if is_one else _place(which)[0], Disk())
-    found = [c.ref for c in directory.committed() if not is_one or c.ref.name == path.name]
-    if not found:
-        problems = "; ".join(p for p in directory.problems() if not is_one or p.startswith(path.name))
-        raise StoreError(
-            f"{which}: expected a whole checkpoint: {problems or 'none is there'}",
-            hint="vramfarm-runner checkpoints ls",
-        )
-    return HereSource(directory, max(found))
-
-
-def _refuse_pickles(path: Path) -> None:
-    """A folder of somebody else's engine: say why it is not read, in place of that it is no run."""
-    pickles = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLES) if path.is_dir() else []
-    if pickles:
-        raise StoreError(
-            f"{path}: expected a checkpoint with {MANIFEST} and .safetensors files, found {pickles[0]}; "
-            "a pickle can run code and is not read",
-        )
-
-
-def _place(which: str | None) -> tuple[Path, Path | None]:
-    """(folder of checkpoints, run folder if there is one)."""
-    if which is not None and Path(which).is_dir() and any(Path(which).glob(f"step-*/{MANIFEST}")):
-        return Path(which), None
-    run_dir = find_run(which, os.environ)
-    return _folder(run_dir), run_dir
-
-
-def _folder(run_dir: Path) -> Path:
-    """As the accepted job says, which may have been moved or copied here since."""
-    try:
-        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
-    except (OSError, ValueError, KeyError, TypeError):
-        name = ""
-    return run_dir / (name or _FOLDER)
+    source = candidate.open()
+    with Bar() as bar:
+        return source, export(source, folder, wish, Disk(), bar)

@@ -91,19 +91,19 @@ def is_alive(run_dir: Path) -> bool:
     return False
 
 
+def runs_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(run for run in folder.iterdir() if run.is_dir() and is_run(run))
+    except OSError:
+        return []
+
+
 def _newest(workspace: Path) -> Path:
     here = Path.cwd()
     if is_run(here):
         return here
-    runs = _runs(workspace)
+    runs = runs_in(workspace)
     return max(runs, key=_changed_at) if runs else _missing("a run", workspace)
-
-
-def _runs(workspace: Path) -> list[Path]:
-    try:
-        return sorted(folder for folder in workspace.iterdir() if folder.is_dir() and is_run(folder))
-    except OSError:
-        return []
 
 
 def _changed_at(run_dir: Path) -> float:
@@ -122,7 +122,7 @@ def _of_job(job: Job, workspace: Path) -> Path:
 
 
 def _missing(what: str, workspace: Path) -> NoReturn:
-    names = ", ".join(run.name for run in _runs(workspace))
+    names = ", ".join(run.name for run in runs_in(workspace))
     found = f"runs there: {names}" if names else "no run is there"
     raise JobError(
         f"{what}: expected a run folder, a name in {workspace}, or a job.yaml; {found}",

@@ -26,7 +26,7 @@ from typing import Any, Final
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import Block, in_parallel
+from runner.storage.offsite.contract import Block, OffsiteError, in_parallel
 from runner.storage.offsite.transfer import Meter, Progress, Source
 from vramfarm.checksum import crc32
 from vramfarm.image import ITEM_BYTES, Box, ImageError, Placed, header_bytes, parse_header
@@ -58,11 +58,10 @@ class HereSource:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}", hint=_OLDER) from None
+            raise _damaged(f"{path}: {error.strerror}") from None  # an older one may be whole
         if crc32(found) != shard.checksums[chunk]:
-            raise StoreError(
-                f"{path}: chunk {chunk}: expected crc32 {shard.checksums[chunk]:08x}, got {crc32(found):08x}",
-                hint=_OLDER,
+            raise _damaged(
+                f"{path}: chunk {chunk}: expected crc32 {shard.checksums[chunk]:08x}, got {crc32(found):08x}"
             )
         return found
 
@@ -70,7 +69,8 @@ class HereSource:
         return (self.read(shard, chunk) for chunk in range(first, first + num_chunks))
 
 
-_OLDER: Final = "take an older checkpoint; this one is damaged"
+def _damaged(what: str) -> OffsiteError:
+    return OffsiteError(what, hint="take an older checkpoint; this one is damaged", final=True, damaged=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ def _read_header(source: Source, shard: Shard) -> tuple[Placed, ...]:
         more = (source.read(shard, chunk) for chunk in range(1, -(-start // CHUNK_BYTES)))
         return parse_header(b"".join((first, *more))[:start], shard.size_bytes)
     except ImageError as error:
-        raise StoreError(f"{where}: {error}", hint=_OLDER) from None
+        raise _damaged(f"{where}: {error}") from None
 
 
 def _join(manifest: Manifest, wish: Wish, found: Mapping[str, list[_Part]]) -> list[_Tensor]:
@@ -217,11 +217,11 @@ def _expect_whole(where: str, boxes: Sequence[Box]) -> Box:
     """The whole that the boxes fill, each place once."""
     first = boxes[0]
     if any((box.dtype, len(box.shape)) != (first.dtype, len(first.shape)) for box in boxes):
-        raise StoreError(f"{where}: its parts are of different kinds", hint=_OLDER)
+        raise _damaged(f"{where}: its parts are of different kinds")
     shape = tuple(max(box.offsets[d] + box.shape[d] for box in boxes) for d in range(len(first.shape)))
     there = sum(math.prod(box.shape) for box in boxes)
     if there != math.prod(shape) or any(_overlap(a, b) for a, b in combinations(boxes, 2)):
-        raise StoreError(f"{where}: expected {math.prod(shape)} elements, each once, got {there}", hint=_OLDER)
+        raise _damaged(f"{where}: expected {math.prod(shape)} elements, each once, got {there}")
     return Box(first.key, first.dtype, shape, (0,) * len(shape))
 
 

@@ -21,7 +21,7 @@ from runner.storage.disk import Disk
 from runner.storage.export import HereSource
 from runner.storage.offsite import OffsiteError, Store, transfer
 from runner.storage.offsite.transfer import Source, StoreSource
-from vramfarm.protocol import MANIFEST, Shard
+from vramfarm.protocol import MANIFEST
 
 NO_ATTEMPT: Final = 0  # of this run made it
 _FOLDER: Final = "checkpoints"
@@ -131,17 +131,7 @@ def _on_disk(path: Path) -> Iterator[_Candidate]:
         error = f"checkpoint.resume: {path}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}"
         raise StoreError(error, hint=_OLDER) if problems else JobError(error)
     for ref in sorted(found, reverse=True):
-        yield _Candidate(str(root / ref.name), partial(_Here, directory, ref))
-
-
-class _Here(HereSource):
-    """On this disk what cannot be read is damaged, too: an older one may be whole."""
-
-    def read(self, shard: Shard, chunk: int) -> bytes:
-        try:
-            return super().read(shard, chunk)
-        except StoreError as error:
-            raise OffsiteError(str(error), hint=error.hint, final=True, damaged=True) from None
+        yield _Candidate(str(root / ref.name), partial(HereSource, directory, ref))
 
 
 def _folder_of(run_dir: Path) -> Path:

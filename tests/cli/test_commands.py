@@ -746,6 +746,78 @@ def test_checkpoints_verify_reads_every_byte(tmp_path, cli):
     assert f"error: {folder.name}: " in after.stderr
 
 
+@pytest.mark.parametrize("is_run", [True, False], ids=["of a run", "alone"])
+def test_the_folder_of_one_checkpoint_is_a_checkpoint(tmp_path, cli, is_run):
+    """
+    For ls, verify and restore: that one, and no other, whoever else is damaged beside it.
+    """
+    run_dir = write_run(tmp_path / "llama", checkpoints=[]) if is_run else tmp_path / "llama"
+    folder = write_checkpoint(run_dir / "checkpoints", 400, b"x" * 2000)
+    other = write_checkpoint(run_dir / "checkpoints", 500, b"y" * 2000)
+    (other / shard_name(0, 1)).write_bytes(b"z" * 2000)
+
+    rows = json.loads(cli("checkpoints", "ls", str(folder), "--json").stdout)
+    verified = cli("checkpoints", "verify", f"llama/checkpoints/{folder.name}")
+    damaged = cli("checkpoints", "verify", str(other))
+    restored = cli("checkpoints", "restore", str(folder), "here")
+    refused = cli("checkpoints", "restore", str(other), "here")
+
+    assert [400] == [row["step"] for row in rows]
+    assert (0, f"{folder.name}  every byte is what its manifest says\n") == (verified.returncode, verified.stdout)
+    assert (4, 1) == (damaged.returncode, damaged.stderr.count("error: "))
+    assert (0, f"here/{folder.name}\n") == (restored.returncode, restored.stdout)
+    assert b"x" * 2000 == (tmp_path / "here" / folder.name / shard_name(0, 1)).read_bytes()
+    assert (4, [folder.name]) == (refused.returncode, [path.name for path in (tmp_path / "here").iterdir()])
+    assert f"hint: this one is damaged; the next older is {folder}" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    {
+        "a name that is none": (
+            "lama",
+            "error: lama: expected a run folder, a name in {}, or a job.yaml; runs there: llama",
+        ),
+        "one that is not there": (
+            "llama/checkpoints/step-00000999-0123abcd",
+            "hint: there are step-00000400-0123abcd",
+        ),
+        "a folder of something else": ("data", "found none in it"),
+        "the folder of all runs": (".", "found runs: llama in it"),
+        "under another name": (
+            "best",
+            "error: best: expected a checkpoint under its own name, found step-00000400-0123abcd",
+        ),
+    }.values(),
+)
+def test_a_wrong_place_of_checkpoints_is_said_with_what_is_there(tmp_path, cli, which, expected):
+    """
+    Exit code 2, two lines, and the next thing to type; for each command that looks for checkpoints here.
+    """
+    folder = write_checkpoint(write_run(tmp_path / "llama", checkpoints=[]) / "checkpoints", 400, b"x")
+    folder.rename(tmp_path / "best") if which == "best" else (tmp_path / "data").mkdir()
+
+    for words in (["ls", which], ["verify", which], ["export", which, "--to", "out"]):
+        done = cli("checkpoints", *words)
+
+        assert (2, "", 2) == (done.returncode, done.stdout, len(done.stderr.splitlines())), done.stderr
+        assert expected.format(tmp_path) in done.stderr
+
+
+def test_a_folder_of_checkpoints_may_have_none_yet(tmp_path, cli):
+    """
+    An empty table; but nothing was verified, and a script that goes on after `verify` does not.
+    """
+    (write_run(tmp_path / "llama", checkpoints=[]) / "checkpoints").mkdir()
+
+    listed = cli("checkpoints", "ls", "llama/checkpoints")
+    verified = cli("checkpoints", "verify", "llama/checkpoints")
+
+    assert (0, 1) == (listed.returncode, len(listed.stdout.splitlines()))
+    assert (4, "") == (verified.returncode, verified.stdout)
+    assert f"{tmp_path}/llama/checkpoints: expected a checkpoint, found none" in verified.stderr
+
+
 # ------------------------------------------------------------------------------------- store
 
 

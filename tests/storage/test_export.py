@@ -404,6 +404,35 @@ def test_the_command_reads_a_store(tmp_path, cli):
     assert model_in(SMALL) == opened(tmp_path / "out" / "model.safetensors")
 
 
+@pytest.mark.parametrize("where", ["checkpoints", "file://{}/llama"], ids=["here", "store"])
+def test_where_the_newest_is_damaged_the_next_older_is_exported(tmp_path, cli, where):
+    """
+    And that is said. Of one that was named, the next older is named: nobody gets another model unasked.
+    """
+    root = tmp_path / "llama" / "checkpoints"
+    root.mkdir(parents=True)
+    (tmp_path / "checkpoints").symlink_to(root)
+    directory = CheckpointDir(root, Disk())
+    older = saved(directory, SMALL)
+    newest = saved(directory, SMALL, seed=1, step=600)
+    shard = directory.path(newest.ref) / shard_name(0, 3)
+    shard.write_bytes(bytes(shard.stat().st_size))
+    place = where.format(tmp_path)
+    one = f"{place}/checkpoints/{newest.ref.name}" if "://" in place else f"{place}/{newest.ref.name}"
+
+    done = cli("checkpoints", "export", place, "--to", "out", "--json")
+    named = cli("checkpoints", "export", one, "--to", "named")
+
+    assert (0, older.step) == (done.returncode, json.loads(done.stdout)["step"])
+    assert done.stderr.startswith(f"passed over: {newest.ref.name}: ")
+    assert model_in(SMALL) == opened(tmp_path / "out" / "model.safetensors")
+    assert (4, []) == (named.returncode, list((tmp_path / "named").glob("*")) if (tmp_path / "named").exists() else [])
+    (hint,) = [
+        line for line in named.stderr.splitlines() if line.startswith("hint: this one is damaged; the next older is ")
+    ]
+    assert hint.endswith(f"/{older.ref.name}")
+
+
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path, cli):
     """
     Pickles of another engine, a checkpoint that lacks a shard, a size that is none: exit codes 4, 4 and 2.
@@ -422,7 +451,7 @@ def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path, cli):
     assert [4, 4, 2] == [pickles.returncode, short.returncode, size.returncode]
     assert "found __0_0.distcp; a pickle can run code and is not read" in pickles.stderr
     assert f"{shard_name(1, 3)}: No such file or directory" in short.stderr
-    assert "--max-shard-size: must be a size such as 64MiB or 10GB, got 'much'" in size.stderr
+    assert "--max-shard-size: must be a size with its unit such as 64MiB or 10GB, got 'much'" in size.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,244 @@
+"""
+The checkpoints that a command is about: one, a folder of some, those of a run, here or in a store.
+
+Libraries of the store are imported late: they are slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from runner.cli.runs import find_in_store, find_run, is_run, runs_in
+from runner.cli.stores import Address, StoredRun, open_run
+from runner.cli.workspace import workspace_of
+from runner.errors import JobError, StoreError
+from runner.facts import Checkpoint
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
+from vramfarm.protocol import DAMAGED, MANIFEST, ProtocolError, Ref, is_name, parse_manifest
+
+if TYPE_CHECKING:
+    from runner.storage.offsite.transfer import Progress, Source, Survey
+
+_MARKS: Final = ("status.json", "ledger.json", "job.json")
+_FOLDER: Final = "checkpoints"
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
+_A_FEW: Final = 5
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Checkpoints on this machine; `name`: of the one that is meant, else all. `run_dir`: whose they are, if known."""
+
+    root: Path
+    run_dir: Path | None = None
+    name: str = ""
+
+    def directory(self) -> CheckpointDir:
+        return CheckpointDir(self.root, Disk())
+
+    def means(self, name: str) -> bool:
+        return self.name in {"", name}
+
+    def problems(self) -> tuple[str, ...]:
+        return tuple(p for p in self.directory().problems() if self.means(p.partition(": ")[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that is whole by its manifest. Its bytes are compared as they are read."""
+
+    ref: Ref
+    open: Callable[[], Source]
+    bring: Callable[[CheckpointDir, Progress], Checkpoint]
+    older: str = ""  # where the next older one is, of one that was named
+
+
+def find_place(which: str | None) -> Place:
+    """`JobError` says what is there instead."""
+    if which is None or Path(which).is_file():
+        return _of_run(find_run(which, os.environ))
+    path = Path(which).absolute()
+    if is_name(path.name):
+        return _of_one(path)
+    if (path / MANIFEST).is_file():
+        raise JobError(
+            f"{which}: expected a checkpoint under its own name, found {_own_name(path)} under another",
+            hint="give the folder its name again: it stands in the manifest, too",
+        )
+    is_whose = is_run(path.parent)
+    if _has_checkpoints(path) or (is_whose and path == _folder(path.parent)):
+        return Place(root=path, run_dir=path.parent if is_whose else None)
+    if is_run(path) or _has_checkpoints(path / _FOLDER):
+        return _of_run(path)
+    if not path.is_dir() or is_run(workspace_of(os.environ) / which):
+        return _of_run(find_run(which, os.environ))
+    _refuse_pickles(path)
+    runs = ", ".join(run.name for run in runs_in(path)[:_A_FEW])
+    raise JobError(
+        f"{which}: expected a run folder, a folder of checkpoints, or of one; found {f'runs: {runs}' if runs else 'none'} in it",
+        hint="name one of them" if runs else f"a checkpoint's folder is called step-…, and has a {MANIFEST}",
+    )
+
+
+def candidates(which: str) -> list[Candidate]:
+    """Those that it may mean, the newest first: there is one at least. What is none is told."""
+    if address := find_in_store(which, os.environ):
+        return candidates_in_store(address)
+    place = find_place(which)
+    directory = place.directory()
+    problems = place.problems()
+    found = [c.ref for c in directory.committed() if place.means(c.ref.name)]
+    _expect_some(which, len(found), problems, is_one=bool(place.name))
+    all_of_them = [c.ref for c in directory.committed()] if place.name else []
+    return [
+        replace(_here(directory, ref), older=_older(ref, all_of_them, directory.path))
+        for ref in sorted(found, reverse=True)
+    ]
+
+
+def candidates_in_store(address: Address) -> list[Candidate]:
+    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+
+    run = open_run(address)
+    survey = transfer.survey(run.store, run.job)
+    expect_run(address, run, survey)
+    found = [c.ref for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
+    problems = [p for p in survey.unusable if p.startswith(run.checkpoint)]
+    _expect_some(str(address), len(found), problems, is_one=bool(run.checkpoint))
+    all_of_them = [c.ref for c in survey.checkpoints] if run.checkpoint else []
+    return [
+        replace(_there(run, ref), older=_older(ref, all_of_them, partial(_address_of, address)))
+        for ref in sorted(found, reverse=True)
+    ]
+
+
+def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> _T:
+    """What `take` makes of the newest whose every byte is right; which ones were not is told."""
+    from runner.storage.offsite import OffsiteError  # noqa: PLC0415  # slow
+
+    newest, *older = found
+    try:
+        return take(newest)
+    except OffsiteError as error:
+        if not (error.damaged and older):
+            error.hint = f"this one is damaged; the next older is {newest.older}" if newest.older else error.hint
+            raise
+        sys.stderr.write(f"passed over: {newest.ref.name}: {error}\n")
+        return first_whole(older, take)
+
+
+def expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
+    """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
+    if not survey.checkpoints and not survey.unusable:
+        marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
+        if not any(marks):
+            raise StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
+    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.unusable:
+        raise StoreError(
+            f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls URL"
+        )
+
+
+def damaged_names(directory: CheckpointDir) -> list[str]:
+    """Names of those that cannot be read, and of those that were set aside."""
+    return [*(problem.partition(": ")[0] for problem in directory.problems()), *directory.look().damaged]
+
+
+# -------------------------------------------------------------------------------- helpers
+
+
+def _older(ref: Ref, refs: Sequence[Ref], where: Callable[[Ref], object]) -> str:
+    older = max((one for one in refs if one < ref), default=None)
+    return str(where(older)) if older else ""
+
+
+def _address_of(of_one: Address, ref: Ref) -> str:
+    return f"{str(of_one).rstrip('/').rpartition('/')[0]}/{ref.name}"
+
+
+def _expect_some(which: str, number: int, problems: Sequence[str], *, is_one: bool) -> None:
+    if not number:
+        raise StoreError(
+            f"{which}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}",
+            hint="vramfarm-runner checkpoints ls shows what is there"
+            + (": name the folder it is in" if is_one else ""),
+        )
+    for problem in problems:
+        sys.stderr.write(f"passed over: {problem}\n")
+
+
+def _here(directory: CheckpointDir, ref: Ref) -> Candidate:
+    from runner.storage.export import HereSource  # noqa: PLC0415  # slow
+    from runner.storage.offsite.transfer import bring  # noqa: PLC0415  # the same
+
+    def copy(target: CheckpointDir, progress: Progress) -> Checkpoint:
+        there = next((c for c in target.committed() if c.ref == ref), None)
+        source = HereSource(directory, ref)
+        return there or bring(source.manifest, source, target, progress)
+
+    return Candidate(ref, partial(HereSource, directory, ref), copy)
+
+
+def _there(run: StoredRun, ref: Ref) -> Candidate:
+    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+
+    return Candidate(
+        ref, partial(transfer.StoreSource, run.store, run.job, ref), partial(transfer.restore, run.store, run.job, ref)
+    )
+
+
+def _of_run(run_dir: Path) -> Place:
+    return Place(root=_folder(run_dir), run_dir=run_dir)
+
+
+def _of_one(path: Path) -> Place:
+    if not path.is_dir():
+        there = [c.ref.name for c in CheckpointDir(path.parent, Disk()).committed()]
+        raise JobError(
+            f"{path}: expected the folder of a checkpoint, found none",
+            hint=f"there are {', '.join(there[-_A_FEW:])}" if there else "vramfarm-runner checkpoints ls RUN",
+        )
+    return Place(root=path.parent, run_dir=path.parent.parent if is_run(path.parent.parent) else None, name=path.name)
+
+
+def _own_name(path: Path) -> str:
+    try:
+        return parse_manifest((path / MANIFEST).read_bytes()).ref.name
+    except (OSError, ProtocolError):
+        return "step-…"
+
+
+def _has_checkpoints(path: Path) -> bool:
+    """Or damaged ones, which are worth a word."""
+    try:
+        return any(is_name(name.removeprefix(DAMAGED)) for name in os.listdir(path))  # noqa: PTH208  # names only
+    except OSError:
+        return False
+
+
+def _refuse_pickles(path: Path) -> None:
+    """A folder of somebody else's engine: say why it is not read, in place of that it is no run."""
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLES)
+    if pickles:
+        raise StoreError(
+            f"{path}: expected a checkpoint with {MANIFEST} and .safetensors files, found {pickles[0]}; "
+            "a pickle can run code and is not read",
+        )
+
+
+def _folder(run_dir: Path) -> Path:
+    """As the accepted job says, which may have been moved or copied here since."""
+    try:
+        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    return run_dir / (name or _FOLDER)
