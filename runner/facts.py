@@ -402,7 +402,8 @@ class ServerState(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """
-    The rented machine we are in; `price_per_hour` is a decimal text in `currency`.
+    The rented machine we are in; `price_per_hour` is a decimal text in `currency`, `keeping` what a disk that
+    is kept after its stop costs, in the provider's numbers.
 
     The commands are for a machine that a program of the user's stops; empty for all others.
     """
@@ -412,6 +413,7 @@ class Server:
     price_per_hour: str = ""
     currency: str = "EUR"
     rental_ends_at: str = ""
+    keeping: str = ""
     stop_command: tuple[str, ...] = ()
     status_command: tuple[str, ...] = ()
 

@@ -297,7 +297,11 @@ class Guardian:
         log(f"asking {server.provider} to stop {server.id}")
         teller = _Teller(self._waits.repeat_log)
         answer, tries, known = self._read(server), 0, False
-        log(PROVIDERS[server.provider].explain(self._keep(end), answer))
+        log(
+            PROVIDERS[server.provider].explain(
+                self._keep(end), replace(answer, keeping=answer.keeping or server.keeping)
+            )
+        )
         again_at, alert_at = time.monotonic() + self._waits.stopping, time.monotonic() + self._waits.alert
         while True:
             known = known or answer.state in {ServerState.RUNNING, ServerState.STOPPING}

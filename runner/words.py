@@ -14,6 +14,8 @@ from math import isfinite
 from typing import Any
 
 from runner.adapters.frameworks import get_framework
+from runner.adapters.providers import PROVIDERS
+from runner.adapters.providers.contract import Answer, Keep
 from runner.facts import (
     Attempt,
     Earlier,
@@ -29,6 +31,7 @@ from runner.facts import (
     Progress,
     Running,
     Server,
+    ServerState,
     TaskKind,
     Vacancy,
     Verdict,
@@ -449,8 +452,10 @@ class Surroundings:
     runner_pid: int
 
 
-def status(job: Job, history: History, seen: Observed, around: Surroundings, message: str) -> dict[str, Any]:
-    """What `status --json` prints, and what `<run>/status.json` holds."""
+def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
+    job: Job, history: History, seen: Observed, around: Surroundings, message: str, end: End | None = None
+) -> dict[str, Any]:
+    """What `status --json` prints, and what `<run>/status.json` holds. `end`: the runner's last word."""
     outcome = history.conclusion.outcome if history.conclusion else None
     every = observed_interval(seen.local, history.attempts)
     return {
@@ -484,6 +489,7 @@ def status(job: Job, history: History, seen: Observed, around: Surroundings, mes
         "reason": history.conclusion.reason if history.conclusion else None,
         "exit_code": EXIT_CODES[outcome] if outcome else None,
         "draining": _draining(job, history, seen),
+        "afterwards": afterwards(job, around.server, end) or None if end else None,
         "message": message,
         "run_dir": around.run_dir,
         "runner_pid": around.runner_pid,
@@ -598,7 +604,8 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
     if job.limits.on_limit is OnLimit.STOP_ANYWAY:
         missed = "what does not fit is lost (limits.on_limit: stop_anyway)"
     elif server:
-        missed = f"what does not fit stays in {job.finish.save_folder}, which the provider keeps"
+        rate = f" and bills {server.keeping} for" if server.keeping else ""
+        missed = f"what does not fit stays in {job.finish.save_folder}, which the provider keeps{rate}"
     else:
         missed = "what does not fit stays on this disk"
     who = "" if get_framework(job).uses_library else " (where the script makes one at SIGTERM)"
@@ -633,6 +640,8 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
     if advice := tell_cadence(job, history, seen):
         lines.append(f"cadence      {advice}")
     lines.append(f"server       {_server_end(around.server, seen, end)}")
+    if after := afterwards(job, around.server, end):
+        lines.append(f"after it     {after}")
     return lines
 
 
@@ -749,3 +758,17 @@ def _server_end(server: Server | None, seen: Observed, end: End) -> str:
         return f"{server.id} is being stopped; its disk is thrown away: nothing is only there"
     why = ", ".join(seen.only_here) or "checkpoints are"
     return f"{server.id} is being stopped; its folder is kept by the provider: {why} only there"
+
+
+def afterwards(job: Job, server: Server | None, end: End) -> str:
+    """What is billed when the server is off, and until when; of one that stays, what that costs."""
+    if server is None:
+        return ""
+    if not end.stop:
+        return f"{_price(server) or 'the server'} until the deadline, or until you stop it (finish)"
+    keep = Keep(job.finish.save_folder if end.keep else None, stop_anyway=job.limits.on_limit is OnLimit.STOP_ANYWAY)
+    return PROVIDERS[server.provider].explain(keep, Answer(ServerState.STOPPING, keeping=server.keeping))
+
+
+def _price(server: Server) -> str:
+    return f"{server.price_per_hour} {server.currency} an hour" if server.price_per_hour else ""

@@ -256,6 +256,33 @@ def test_weights_in_a_store_that_refused_are_not_denied():
     assert "(only on this disk)" in known
 
 
+POD = Server(provider="runpod", id="p1", price_per_hour="23.92", currency="USD", keeping="40.00 USD a month (200 GB)")
+
+
+@pytest.mark.parametrize(
+    ("server", "stop", "keep", "told"),
+    [
+        (POD, True, True, "its volume disk stays and costs 40.00 USD a month (200 GB) until you terminate the pod"),
+        (replace(POD, keeping=""), True, True, "costs 0.20 USD per GB and month until you terminate the pod"),
+        (POD, True, False, "nothing is billed after it but a network volume"),
+        (POD, False, True, "23.92 USD an hour until the deadline, or until you stop it"),
+        (SERVER, True, True, "billing ends when it is saved"),
+    ],
+    ids=["pod, price known", "pod, price unknown", "pod, nothing to keep", "pod that stays", "VRAMfarm"],
+)
+def test_what_costs_after_the_end_is_in_the_summary_and_in_the_status(server, stop, keep, told):
+    """
+    A stopped pod's disk is billed for months where nobody knows of it.
+    """
+    end, around = End(code=4, stop=stop, keep=keep, reason="403"), replace(AROUND, server=server)
+
+    (line,) = [line for line in closing(JOB, History(), SEEN, around, end) if line.startswith("after it ")]
+
+    assert told in line
+    assert told in status(JOB, History(), SEEN, around, "", end)["afterwards"]
+    assert status(JOB, History(), SEEN, around, "")["afterwards"] is None
+
+
 def test_slow_work_says_how_far_it_has_got():
     """
     Only when it is slow.

@@ -58,6 +58,7 @@ def as_told(server: Server, answer: Answer) -> Server:
         server,
         price_per_hour=server.price_per_hour or answer.price_per_hour,
         rental_ends_at=server.rental_ends_at or answer.ends_at,
+        keeping=server.keeping or answer.keeping,
     )
 
 

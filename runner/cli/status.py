@@ -127,7 +127,7 @@ def _is_verdict(value: object) -> bool:
 
 _HUGE: Final = 1e18
 _SENSE: Final[Mapping[str, Callable[[object], bool]]] = {  # of a bucket: whoever writes there may write anything
-    **dict.fromkeys(("job", "phase", "outcome", "cost"), _is_text),
+    **dict.fromkeys(("job", "phase", "outcome", "cost", "afterwards"), _is_text),
     **dict.fromkeys(("step", "max_steps", "loss", "steps_per_s", "eta_s", "attempt"), _is_number),
     **dict.fromkeys(("updated_at", "deadline_at"), _is_moment),
     **dict.fromkeys(("env_changes", "refusal"), _is_object),
@@ -155,6 +155,8 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
     yield f"  attempt {status.get('attempt', 0)}, {_checkpoints(status)}"
     if money := _time_and_money(status, now, alive=alive):
         yield f"  {money}"
+    if after := status.get("afterwards"):
+        yield f"  {after}"
     yield f"  {_freshness(status, alive=alive, now=now, left=left)}"
 
 

@@ -206,11 +206,11 @@ class Teller:
             self._draining = True
             self._say(line)
 
-    def _write_status(self, seen: Observed, history: History, *, has_news: bool) -> None:
+    def _write_status(self, seen: Observed, history: History, *, has_news: bool, end: End | None = None) -> None:
         if not has_news and self._status_at and seen.now < self._status_at:
             return
         self._status_at = seen.now + _STATUS_EVERY
-        picture = status(self._job, history, seen, self._around, self._message) | {
+        picture = status(self._job, history, seen, self._around, self._message, end) | {
             "last_save_s": self._save_s,
             "last_upload_s": seen.last_upload_s or None,
         }
@@ -241,7 +241,7 @@ class Teller:
         seen = replace(self._before, last_save_s=self._saved_s)
         for line in closing(self._job, history, seen, self._around, end):
             self._log.info(f"  {line}")
-        self._write_status(self._before, history, has_news=True)
+        self._write_status(self._before, history, has_news=True, end=end)
         with suppress(OSError):
             self._folder.report.write_text(page(gather_folder(self._folder.root)))
 

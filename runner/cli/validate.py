@@ -14,12 +14,15 @@ from typing import Final
 
 from runner.adapters.frameworks import framework_name
 from runner.adapters.launchers import Launch, check_command, check_first_word, split_command
+from runner.adapters.providers import PROVIDERS
+from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
 from runner.cli.script import check_script
 from runner.errors import JobError
+from runner.facts import ServerState
 from runner.job import (
     ArchiveSource,
     AtEnd,
@@ -89,6 +92,8 @@ def describe(loaded: LoadedJob, now: datetime) -> Iterator[tuple[str, str]]:
     yield "failures", _failures(job)
     yield "limits", _limits(job, now)
     yield "at the end", _end(job)
+    if after := _afterwards(job):
+        yield "after it", after
 
 
 def _code(loaded: LoadedJob) -> str:
@@ -180,6 +185,17 @@ def _end(job: Job) -> str:
     if job.finish.on_success is AtEnd.KEEP and job.finish.on_failure is AtEnd.STOP:
         failure = f"after a failure it stops, {safe}"
     return f"{success}; {failure}"
+
+
+def _afterwards(job: Job) -> str:
+    """What the provider that job.yaml names bills when the server is off; of another it is told at the start."""
+    provider = PROVIDERS.get(job.provider.kind)
+    if provider is None or job.finish.on_success is AtEnd.KEEP:
+        return ""
+    kept = provider.explain(Keep(job.finish.save_folder), Answer(ServerState.UNKNOWN))
+    if not job.offload.to:
+        return kept
+    return f"{provider.explain(Keep(None), Answer(ServerState.UNKNOWN))}; if something is only there: {kept}"
 
 
 def _what_is_missing(loaded: LoadedJob) -> Iterator[str]:

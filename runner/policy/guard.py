@@ -220,6 +220,7 @@ def parse_server(value: object) -> Server | None:
         price_per_hour=text("price_per_hour"),
         currency=text("currency"),
         rental_ends_at=text("rental_ends_at"),
+        keeping=text("keeping"),
         stop_command=words("stop_command"),
         status_command=words("status_command"),
     )

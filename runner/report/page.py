@@ -69,7 +69,7 @@ def _tiles(report: Report) -> Iterator[str]:
     total_s = sum(spending.total_s for spending in report.spendings)
     attempts = sum(len(spending.machine.attempts) for spending in report.spendings)
     loss = report.status.get("loss")
-    money = describe_money(report)
+    money, after = describe_money(report), str(report.status.get("afterwards") or "")
     tiles = {
         "goodput": f"{goodput(report.spendings):.0%}",
         "time": span(total_s),
@@ -81,7 +81,7 @@ def _tiles(report: Report) -> Iterator[str]:
     }
     inside = "".join(f"<div class=tile><b>{escape(v)}</b><span>{k}</span></div>" for k, v in tiles.items() if v)
     yield f'<div class="tiles">{inside}</div>'
-    yield "".join(f"<div>{escape(line)}</div>" for line in (describe_goodput(report.spendings), money) if line)
+    yield "".join(f"<div>{escape(line)}</div>" for line in (describe_goodput(report.spendings), money, after) if line)
 
 
 def _timeline(report: Report) -> Iterator[str]:

@@ -22,6 +22,8 @@ def text(report: Report) -> Iterator[str]:
         yield f"  {describe_goodput(report.spendings)}"
     if money := describe_money(report):
         yield f"  {money}"
+    if after := report.status.get("afterwards"):
+        yield f"  {after}"
     for number, spending in enumerate(report.spendings, 1):
         yield from _machine(number, spending, is_last=number == len(report.spendings))
     yield f"checkpoints  {len(report.checkpoints)}"
