@@ -144,7 +144,12 @@ def down(piece):
         offset, size = offset + count, size - count
     os.close(file)
     connection.close()
-with ThreadPoolExecutor(8) as pool:
+if what == "down":
+    for name in {piece[0] for piece in pieces}:
+        file = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT, 0o644)
+        os.posix_fallocate(file, 0, max(offset + size for other, offset, size, _ in pieces if other == name))
+        os.close(file)
+with ThreadPoolExecutor(16) as pool:
     tags = list(pool.map(up if what == "up" else down, pieces))
 for path, numbers in ends:
     parts = "".join(f"<Part><PartNumber>{number}</PartNumber><ETag>{tags[at]}</ETag></Part>" for number, at in enumerate(numbers, 1))

@@ -83,6 +83,10 @@ class FaultyDisk(Disk):
     def write_blocks(self, path: Path, offset: int, blocks: Iterable[bytes | memoryview]) -> None:
         self.write_at(path, offset, b"".join(map(bytes, blocks)))
 
+    def reserve(self, path: Path, size_bytes: int) -> None:
+        self._count()
+        super().reserve(path, size_bytes)
+
     def make_folder(self, path: Path) -> None:
         self._count()
         super().make_folder(path)

@@ -1,10 +1,11 @@
 """
-All that the supervisor does to a disk: ten operations and one recipe.
+All that the supervisor does to a disk: eleven operations and one recipe.
 
 A change is durable when these have finished it; tests replace `Disk` to lose power between
 any two operations, so nobody in this room opens a file for writing but here.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,6 +18,8 @@ from typing import Final
 
 _NOT_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE: Final = 0x40049409  # linux/fs.h
+_NOT_RESERVED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # os.posix_fallocate would write, where it cannot be had
 
 
 class Disk:
@@ -46,6 +49,20 @@ class Disk:
         try:
             for block in blocks:
                 offset = _put_direct(fd, offset, block)
+        finally:
+            os.close(fd)
+
+    def reserve(self, path: Path, size_bytes: int) -> None:
+        """
+        Take the space for a file, which is made if need be; what is in it stays. Where the file system cannot, writes will say
+        what is wrong. Several threads can then write to one file at once past the page cache: not while it grows.
+        """
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            if size_bytes and _fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
+                code = ctypes.get_errno()
+                if code not in _NOT_RESERVED:
+                    raise OSError(code, os.strerror(code), str(path))
         finally:
             os.close(fd)
 
@@ -113,6 +130,17 @@ def _put_direct(fd: int, offset: int, block: bytes | memoryview) -> int:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         _put(fd, offset + written, memoryview(block)[written:])
     return end
+
+
+def has_bytes(path: Path) -> bool:
+    """Whether anything was written to a file: one that is only reserved has none."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            os.lseek(file.fileno(), 0, os.SEEK_DATA)
+        except OSError as error:
+            return error.errno != errno.ENXIO
+        return True
+    return False
 
 
 def pages(num_bytes: int) -> memoryview:

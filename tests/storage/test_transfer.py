@@ -10,7 +10,7 @@ import pytest
 
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite import OffsiteError, open_store, transfer
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.known import Known
@@ -596,6 +596,21 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
 
 @pytest.mark.storm
 @pytest.mark.parametrize("kind", ["file", "s3"])
+def test_reserved_space_is_a_files_own_and_holds_no_bytes_yet(tmp_path):
+    """
+    A full disk is met before the first byte is fetched, and what was only reserved is not read when it goes on.
+    """
+    path = tmp_path / "shard"
+    Disk().reserve(path, 1 << 20)
+    reserved, before = path.stat(), has_bytes(path)
+    Disk().write_at(path, 1 << 19, b"x" * 4096)
+    Disk().reserve(path, 1 << 20)
+
+    assert (1 << 20, False) == (reserved.st_blocks * 512, before)
+    assert has_bytes(path)
+    assert b"x" * 4096 == path.read_bytes()[1 << 19 : (1 << 19) + 4096]
+
+
 def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, directory, tmp_path, kind):
     """
     Killed at random moments and started again, an upload and a restore end with the same bytes, and never look whole before.

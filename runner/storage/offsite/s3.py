@@ -64,11 +64,11 @@ from runner.storage.offsite.wire import (
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
-NUM_THREADS: Final = 8
+NUM_THREADS: Final = 16  # parts on their way: of one that the server is busy with nothing leaves
 PART_CHUNKS: Final = 2  # chunks in a part
 LARGE_PART_CHUNKS: Final = 4  # of a shard that has many
 _MIN_PARTS: Final = 32  # of such a shard
-_NUM_CALLERS: Final = 8  # threads of callers, beside those that send parts
+_NUM_CALLERS: Final = 12  # threads of callers, beside those that send parts
 _MAX_PARTS: Final = 10_000
 _COPY_CHUNKS: Final = 32  # in a part that the server copies: quick enough for any time limit
 _HASH_BYTES: Final = 1 << 20

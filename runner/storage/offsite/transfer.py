@@ -35,7 +35,7 @@ from typing import Any, Final, Protocol
 from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, describe_file
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite.contract import (
     Abilities,
     Block,
@@ -66,6 +66,7 @@ Progress = Callable[[float, str], None]
 OUTCOME: Final = "outcome.json"
 LOOKED: Final = "looked.json"
 _NUM_THREADS: Final = 8
+_NUM_RUNS: Final = 12  # that are fetched at once: while some wait for the disk, others wait for the store
 _NUM_SHARDS: Final = 4  # that are sent at once; their parts share the store's threads
 _NUM_ORIGINS: Final = 2  # checkpoints in which content is looked for
 _PAUSES_S: Final = (0.2, 0.8, 2.0)
@@ -458,7 +459,7 @@ def bring(manifest: Manifest, source: Source, directory: CheckpointDir, progress
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         folder = directory.begin_restore(manifest.ref)
-        begun = frozenset(shard.path for shard in manifest.shards if _has_bytes(folder / shard.path))
+        begun = frozenset(shard.path for shard in manifest.shards if has_bytes(folder / shard.path))
         _make_room(directory.disk, folder, manifest)
         _bring_all(manifest, source, _Target(directory.disk, folder, begun), progress)
         return directory.adopt(folder, manifest)
@@ -466,14 +467,8 @@ def bring(manifest: Manifest, source: Source, directory: CheckpointDir, progress
         raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
 
 
-def _has_bytes(path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size > 0
-    return False
-
-
 def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
-    """Files for the shards, empty or from an earlier call; an error if the disk cannot hold the rest."""
+    """Files for the shards, with their space taken, or from an earlier call; an error if the disk cannot hold the rest."""
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))  # files may have holes
     needed, free = manifest.size_bytes - there + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
     if needed > free:
@@ -488,7 +483,7 @@ def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
             disk.make_folder(folder.parent / between)
         if path.exists() and path.stat().st_size > shard.size_bytes:
             disk.remove(path)
-        disk.write_at(path, 0, b"")
+        disk.reserve(path, shard.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +502,9 @@ def _bring_all(manifest: Manifest, source: Source, target: _Target, progress: Pr
             _fetch_run(source, run, target.disk, path)
         meter.add(run.shard.path, sum(_chunk_size(run.shard, first + i) for i in range(run.num_chunks)))
 
-    in_parallel(fetch, [run for shard in manifest.shards for run in _runs(shard, target.begun)], _NUM_THREADS)
+    runs = [run for shard in manifest.shards for run in _runs(shard, target.begun)]
+    runs.sort(key=lambda run: run.first)  # of all shards in turn: some file systems take one write to a file at a time
+    in_parallel(fetch, runs, _NUM_RUNS)
 
 
 @dataclass(frozen=True, slots=True)
