@@ -594,8 +594,6 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
     assert ((), ()) == (after.leftovers(), after.problems())
 
 
-@pytest.mark.storm
-@pytest.mark.parametrize("kind", ["file", "s3"])
 def test_reserved_space_is_a_files_own_and_holds_no_bytes_yet(tmp_path):
     """
     A full disk is met before the first byte is fetched, and what was only reserved is not read when it goes on.
@@ -611,6 +609,8 @@ def test_reserved_space_is_a_files_own_and_holds_no_bytes_yet(tmp_path):
     assert b"x" * 4096 == path.read_bytes()[1 << 19 : (1 << 19) + 4096]
 
 
+@pytest.mark.storm
+@pytest.mark.parametrize("kind", ["file", "s3"])
 def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, directory, tmp_path, kind):
     """
     Killed at random moments and started again, an upload and a restore end with the same bytes, and never look whole before.
