@@ -106,9 +106,10 @@ class Checkpointer:
         self._feed: tuple[Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
         self._driving = False
-        self._stepped = False
+        self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
         self._taking = 0  # samples of the batch that the loop's body has
         self._finished = False
+        self._is_settling = True  # there is something to look at after each step
         self._told = (0, 0)
         self._frozen_told = False
         self.last_micro_batch = True
@@ -236,10 +237,11 @@ class Checkpointer:
                     empty = False
                     taken += 1
                     self.last_micro_batch = taken % accumulate == 0
-                    self._driving, self._stepped = True, False
+                    self._driving = True
                     self._taking = feed.count(batch, position)
                     if self._alike is not None:
                         self._alike.see(batch)
+                        self._is_settling = True
                     yield self._step, batch
                     self._driving = False
                     position.advance(self._taking)
@@ -262,12 +264,12 @@ class Checkpointer:
 
     def _count_open_step(self) -> None:
         """A body that does not come back made a step if the optimizer did. It is not saved now."""
-        if self._driving and self._stepped:
+        if self._driving and self._stepped_in == self._step:
             self._position.advance(self._taking)
             self._step += 1
             self._seat.skip(self._step)
             self._seat.finished(self._step, self._position.samples)
-        self._driving = self._stepped = False
+        self._driving = False
 
     def _has_reached(self, max_steps: int | None) -> bool:
         return max_steps is not None and self._step >= max_steps
@@ -279,10 +281,14 @@ class Checkpointer:
         return min(known, default=0)
 
     def _finish_step(self) -> None:
+        """Nearly always a few stores and a look. Where a step has emptied the caches each line more costs microseconds."""
         self._step += 1
-        self._stepped = False
-        self._copier.step_done()
-        reason = self._seat.finished(self._step, self._position.samples)
+        if self._seat.passes(self._step, self._position.samples) or self._is_settling:
+            self._attend()
+
+    def _attend(self) -> None:
+        """What steps have to see to now and then."""
+        reason = self._seat.answer(self._step)
         if reason is not None:
             self._save(reason)
         if not self._is_warm:
@@ -292,7 +298,12 @@ class Checkpointer:
             self._alike = None
             if same:
                 self._say(alike.SAME)
+        self._is_settling = not self._is_warm
         self._tell()
+
+    def _has_stepped(self) -> bool:
+        """Whether an optimizer called us in the step that was finished last."""
+        return self._stepped_in == self._step - 1
 
     def _prepare(self, place: str) -> None:
         """
@@ -300,11 +311,7 @@ class Checkpointer:
 
         Called after a step and when an optimizer begins one; whatever takes long is done there, behind the backward pass.
         """
-        if (
-            self._is_warm
-            or not self._has_trained
-            or (place == "after" and self._copier.is_driven and not self._warm_up)
-        ):
+        if self._is_warm or not self._has_trained or (place == "after" and self._has_stepped() and not self._warm_up):
             return
         if self._warm_up is None:
             self._refuse_pickles()
@@ -355,9 +362,8 @@ class Checkpointer:
             self._say(f"staging: chunked from now on: {self._seat.page.error()}")
         if self._is_bounded:
             return self._stage_by_window(step, taken)
-        return self._seat.stage(
-            step, layout.size_bytes, taken.state, partial(self._copier.fill, taken=taken), layout.apart
-        )
+        fill = partial(self._copier.fill, taken=taken, may_hide=self._has_stepped())
+        return self._seat.stage(step, layout.size_bytes, taken.state, fill, layout.apart)
 
     def _stage_by_window(self, step: int, taken: Taken) -> bool:
         layout = taken.layout
@@ -386,18 +392,15 @@ class Checkpointer:
 
     def _tell(self) -> None:
         """Say on rank 0 what the saver did since the last step; a supervisor says it itself."""
-        if self._supervised:
+        page, before = self._seat.page, self._told
+        self._told = self._seat.hear()
+        if self._supervised or self._told == before:
             return
-        page = self._seat.page
-        now = (page[Word.NUM_COMMITTED], page[Word.NUM_FAILED])
-        if now == self._told:
-            return
-        if now[0] != self._told[0]:
+        if self._told[0] != before[0]:
             seconds, size = page[Word.SAVE_NS] / 1e9, page[Word.SAVE_BYTES] / 1e6
             self._say(f"saved step {page[Word.COMMITTED_STEP]}: {size:.1f} MB in {seconds:.2f} s")
-        if now[1] != self._told[1]:
+        if self._told[1] != before[1]:
             self._say(f"not saved: {page.error()}")
-        self._told = now
 
     # ------------------------------------------------------------------------------- saving
 
@@ -548,7 +551,7 @@ class Checkpointer:
         atexit.register(self._at_exit)
 
     def _note_step(self, *_: object) -> None:
-        self._stepped = True
+        self._stepped_in = self._step
 
     def _say(self, text: str) -> None:
         if self._world.rank == 0:

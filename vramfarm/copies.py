@@ -107,7 +107,6 @@ class Copier:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, hide: bool) -> None:
         self._hide = hide and bool(optimizers)
-        self._has_stepped = self._steps_now = False
         self._plan: _Plan | None = None
         self._frozen: _FrozenPlan | None = None
         self.restless: frozenset[str] = frozenset()
@@ -123,22 +122,18 @@ class Copier:
     def close(self) -> None:
         self._plan = self._frozen = self._copy = self._latest = self.idle = None
 
-    def step_done(self) -> None:
-        """An optimizer's step lies behind us, or its absence."""
-        self._has_stepped, self._steps_now = self._steps_now, False
-
-    def fill(self, arena: memoryview, apart: memoryview, taken: Taken) -> Callable[[], str] | None:
+    def fill(self, arena: memoryview, apart: memoryview, taken: Taken, *, may_hide: bool) -> Callable[[], str] | None:
         """
         Begin to write the image of a shard, and that of the frozen weights where there is memory `apart` for them.
 
-        Return what waits for the rest and says what is wrong, None if nothing is left.
+        `may_hide`: an optimizer called us in the last step, so it will in the next. Return what waits for the rest and says what is wrong, None if nothing is left.
         """
         layout = taken.layout
         _put_headers(arena, layout)
         plan = self._planned(arena, layout)
         if self._latest is not None and not self._latest.is_true:
             self._hide = False
-        hide = self._hide and self._has_stepped and not taken.is_new
+        hide = self._hide and may_hide and not taken.is_new
         with torch.no_grad():
             at = memory.address_of(apart) - memory.address_of(arena) if apart else 0
             look = self._fill_frozen(apart, at, layout, hide=hide)
@@ -189,11 +184,6 @@ class Copier:
             if layout.frozen is not None:
                 self._planned_frozen(layout.frozen).rehearse()
 
-    @property
-    def is_driven(self) -> bool:
-        """Whether optimizers call us."""
-        return self._has_stepped
-
     def _planned(self, arena: memoryview, layout: Layout) -> _Plan:
         if self._plan is None or not self._plan.fits(arena, layout):
             self._plan = _Plan(arena, layout)
@@ -206,7 +196,6 @@ class Copier:
 
     def _before(self, *_: object) -> None:
         """An optimizer is about to change what may still be read."""
-        self._steps_now = True
         if self._copy is not None and not self._copy.hold_back():
             self._copy = None
         if self.idle is not None:

@@ -429,14 +429,14 @@ class ControlPage:
     """
     Shared memory of one attempt, a small file that any of its processes can open by path.
 
-    Reading and writing a word costs well under a microsecond. The page outlives whoever
+    `words` are those of the head, then those of each rank's slot. Reading and writing a word costs well under a microsecond. The page outlives whoever
     made it; remove the file when the attempt is over.
     """
 
     def __init__(self, path: str | os.PathLike[str], memory: mmap.mmap) -> None:
         self.path = Path(path)
         self._memory = memory
-        self._words = memoryview(memory)[:_TEXT_AT].cast("Q")
+        self.words = memoryview(memory)[:_TEXT_AT].cast("Q")
         self._floats = memoryview(memory)[:_TEXT_AT].cast("d")
 
     @classmethod
@@ -477,19 +477,24 @@ class ControlPage:
 
     @property
     def num_ranks(self) -> int:
-        return self._words[Word.NUM_RANKS]
+        return self.words[Word.NUM_RANKS]
 
     def __getitem__(self, word: Word) -> int:
-        return self._words[word]
+        return self.words[word]
 
     def __setitem__(self, word: Word, value: int) -> None:
-        self._words[word] = value
+        self.words[word] = value
+
+    @staticmethod
+    def index(rank: int, slot: Slot) -> int:
+        """Where in `words` a rank's slot has this one."""
+        return _HEAD_WORDS + rank * _SLOT_WORDS + slot
 
     def get(self, rank: int, slot: Slot) -> int:
-        return self._words[_HEAD_WORDS + rank * _SLOT_WORDS + slot]
+        return self.words[_HEAD_WORDS + rank * _SLOT_WORDS + slot]
 
     def put(self, rank: int, slot: Slot, value: int) -> None:
-        self._words[_HEAD_WORDS + rank * _SLOT_WORDS + slot] = value
+        self.words[_HEAD_WORDS + rank * _SLOT_WORDS + slot] = value
 
     def get_float(self, rank: int, slot: Slot) -> float:
         return self._floats[_HEAD_WORDS + rank * _SLOT_WORDS + slot]
@@ -510,6 +515,6 @@ class ControlPage:
         struct.pack_into("<Q", self._memory, _TEXT_AT, len(raw))
 
     def close(self) -> None:
-        self._words.release()
+        self.words.release()
         self._floats.release()
         self._memory.close()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic_ns
 from typing import Final
 
 from vramfarm import image, memory, protocol
@@ -29,6 +30,11 @@ AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
 _SLOW_SAVE_S: Final = 3600.0  # no longer than that, but where the last save took long, too
 _END_EVENTS: Final = 100  # may happen before the end is there: a saver that dies whenever it is started is one, too
 _POLL_S: Final = 0.001
+_SILENT_NS: Final = 1_000_000_000  # without a beat of the saver; then it is looked after
+_PROPOSED_STEP: Final = int(Word.PROPOSED_STEP)  # plain numbers: an enum's are looked up
+_SAVER_BEAT_NS: Final = int(Word.SAVER_BEAT_NS)
+_NUM_COMMITTED: Final = int(Word.NUM_COMMITTED)
+_NUM_FAILED: Final = int(Word.NUM_FAILED)
 Fill = Callable[[memoryview, memoryview], Callable[[], str] | None]
 Put = Callable[[memoryview, int, int], None]
 """Fills memory with the bytes of an image from a place on; the one behind the last has the frozen weights."""
@@ -58,6 +64,11 @@ class Seat:
         self._until_ns: float = math.inf  # of any wait, once the process is on its way out
         self._arena: StagingMemory | None = None
         self._copying: threading.Thread | None = None
+        self._words = page.words
+        self._step_at, self._samples_at, self._beat_at = (
+            page.index(rank, slot) for slot in (Slot.STEP, Slot.SAMPLES, Slot.BEAT_NS)
+        )
+        self._heard = 0
         self._take()
         self.tend()
 
@@ -67,7 +78,7 @@ class Seat:
         for slot in Slot:
             self._put(slot, 0)
         self._put(Slot.STARTED, protocol.process_started(os.getpid()))
-        self._put(Slot.BEAT_NS, time.monotonic_ns())
+        self._put(Slot.BEAT_NS, monotonic_ns())
         self._put(Slot.PID, os.getpid())
 
     def _put(self, slot: Slot, value: int) -> None:
@@ -83,7 +94,7 @@ class Seat:
     # -------------------------------------------------------------------- saying
 
     def enter(self, phase: Phase) -> None:
-        self._put(Slot.BEAT_NS, time.monotonic_ns())
+        self._put(Slot.BEAT_NS, monotonic_ns())
         self._put(Slot.PHASE, phase)
 
     def start(self, step: int, *, max_steps: int = 0, samples: int = 0) -> None:
@@ -100,15 +111,35 @@ class Seat:
             self.page.put_float(self.rank, Slot.LR, lr)
 
     def finished(self, step: int, samples: int = 0) -> Reason | None:
-        """Say that `step` is finished. Return why to save now, or None; the usual answer takes microseconds."""
-        put, rank = self.page.put, self.rank
-        put(rank, Slot.SAMPLES, samples)
-        put(rank, Slot.STEP, step)
-        put(rank, Slot.BEAT_NS, time.monotonic_ns())
+        """Say that `step` is finished. Return why to save now, or None."""
+        return self.answer(step) if self.passes(step, samples) else None
+
+    def passes(self, step: int, samples: int) -> bool:
+        """
+        Say that `step` is finished. Return whether there is something to `answer`, or to `hear`.
+
+        Each training step comes by here with cold caches, so nothing is called but the clock.
+        """
+        words = self._words
+        words[self._samples_at] = samples
+        words[self._step_at] = step
+        words[self._beat_at] = now = monotonic_ns()
+        return (
+            words[_PROPOSED_STEP] == step
+            or now - words[_SAVER_BEAT_NS] > _SILENT_NS
+            or words[_NUM_COMMITTED] + words[_NUM_FAILED] != self._heard
+        )
+
+    def answer(self, step: int) -> Reason | None:
+        """Return why to save now, or None."""
         self.tend()
-        if self.page[Word.PROPOSED_STEP] != step:
-            return None
-        return self._await_decision(step)
+        return self._await_decision(step) if self.page[Word.PROPOSED_STEP] == step else None
+
+    def hear(self) -> tuple[int, int]:
+        """Return how many saves were committed, and how many failed."""
+        found = self.page[Word.NUM_COMMITTED], self.page[Word.NUM_FAILED]
+        self._heard = sum(found)
+        return found
 
     def skip(self, step: int) -> None:
         """This rank takes no part in a save at `step`; so there is none."""
@@ -284,7 +315,7 @@ class Seat:
         self._put(Slot.VOID_STEP, 0)
         self.enter(Phase.DONE)
         if timeout_s is not None:
-            self._until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+            self._until_ns = monotonic_ns() + int(timeout_s * 1e9)
         for _ in range(_END_EVENTS):
             moved = partial(self._has_moved, self._end_so_far(), stage)
             if not self._await(moved, self._end_patience_s()) or self.page[Word.ENDED]:
@@ -322,7 +353,7 @@ class Seat:
     def why_no_end(self) -> str:
         """Why `finish` came back without an end."""
         page = self.page
-        if time.monotonic_ns() - page[Word.SAVER_BEAT_NS] > PATIENCE_S * 1e9:
+        if monotonic_ns() - page[Word.SAVER_BEAT_NS] > PATIENCE_S * 1e9:
             return "the saver is gone; see saver.log"
         if step := page[Word.SAVING_STEP]:
             return (
@@ -404,11 +435,11 @@ class Seat:
         self._put(Slot.ARENA_STATE, Arena.ANNOUNCED)
 
     def _await(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        started = time.monotonic_ns()
+        started = monotonic_ns()
         timeout_s = self._disk_patience_s() if timeout_s is None else timeout_s
         until = min(self._until_ns, started + int(timeout_s * 1e9))
         while not is_true():
-            now = time.monotonic_ns()
+            now = monotonic_ns()
             beat = max(self.page[Word.SAVER_BEAT_NS], started)
             if now > until or now - beat > PATIENCE_S * 1e9:
                 return False

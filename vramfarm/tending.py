@@ -40,10 +40,14 @@ class SaverProcess:
         self._beat = self._heard_ns = self._silent_looks = 0
 
     def tend(self) -> None:
-        """Look after the saver, about once a second. Its deaths in a row are answered ever more slowly."""
+        """
+        Look after the saver, once a second at most, and only while it is silent. Its deaths in a row are answered ever more slowly.
+        """
         now = time.monotonic_ns()
         if now < self._next_ns:
             return
+        if now > self._next_ns + _SLOW_NS:  # it was not silent for so long
+            self._wait_ns = _TEND_NS
         self._next_ns = now + _TEND_NS
         if pid := self._pid():
             self._wait_ns = _TEND_NS

@@ -216,7 +216,6 @@ def unprotect(copier, optimizer):
     """The optimizer is no longer held back, and nobody looks whether it should have been."""
 
     def hook(*_):
-        copier._steps_now = True
         if copier.idle is not None:
             copier.idle("before")
 

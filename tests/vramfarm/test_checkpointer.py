@@ -394,10 +394,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys, is
     bad = newest(tmp_path)
     if is_again:
         shutil.copytree(bad.path, bad.path.with_name(protocol.DAMAGED + bad.path.name))
-    path = bad.path / bad.manifest.shards[0].path
-    raw = bytearray(path.read_bytes())
-    raw[-3] ^= 4
-    path.write_bytes(raw)
+    flip(bad)
 
     _, _, ckpt = train(tmp_path, 4)
 
@@ -405,6 +402,30 @@ def test_a_damaged_checkpoint_is_set_aside_for_an_older_one(tmp_path, capsys, is
     assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
     assert 4 == newest(tmp_path).manifest.step
     assert "set aside" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_that_cannot_be_set_aside_ends_the_start_with_the_reason(tmp_path):
+    """
+    All ranks are told, with what is in the way; the checkpoint stays as it is.
+    """
+    train(tmp_path, 2)
+    bad = newest(tmp_path)
+    flip(bad)
+    (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).write_text("a file of somebody's")
+
+    with pytest.raises(
+        ResumeError, match="expected checksum .*; it cannot be set aside: .*checkpoints: Not a directory"
+    ):
+        train(tmp_path, 4)
+
+    assert bad.path.is_dir()
+
+
+def flip(stored):
+    path = stored.path / stored.manifest.shards[0].path
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 4
+    path.write_bytes(raw)
 
 
 def test_a_newer_one_that_cannot_be_used_is_told(tmp_path, capsys):
@@ -556,6 +577,37 @@ def test_a_step_costs_microseconds(tmp_path):
     ckpt.finish()
 
     assert best < 20e-6
+
+
+def test_a_step_calls_next_to_nothing(tmp_path):
+    """
+    Training empties the caches before each step, and then every function that is called costs microseconds: once the
+    staging memory is ready a step is three of ours, and the clock.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path / "c")
+    expected = ["step", "_finish_step", "passes", "monotonic_ns"]
+    deadline, called = time.monotonic() + 30, None
+
+    while called != expected and time.monotonic() < deadline:  # until it is ready, and has heard of the saver
+        time.sleep(0.01)
+        called = calls_of(ckpt.step)
+    ckpt.finish()
+
+    assert expected == called
+
+
+def calls_of(act):
+    """Names of the functions that this calls, in Python and in C."""
+    found = []
+
+    def note(frame, event, what):
+        if "call" in event and what is not sys.setprofile:
+            found.append(what.__name__ if what else frame.f_code.co_name)
+
+    sys.setprofile(note)
+    act()
+    sys.setprofile(None)
+    return found
 
 
 def test_the_training_scripts_end_is_not_held_up_by_its_crash(tmp_path):
