@@ -78,7 +78,7 @@ class Committer:
         self.shards_s = 0.0
 
     def write(self, step: int, reason: Reason) -> protocol.Manifest:
-        """Write one checkpoint and commit it, or leave nothing and raise."""
+        """Write one checkpoint and commit it, or leave nothing and raise. `folder.UnsyncedError`: it is there, and a power loss may take it."""
         again = self._committed_before(step)
         if again is not None:
             return again
@@ -118,10 +118,11 @@ class Committer:
         return why
 
     def _committed_before(self, step: int) -> protocol.Manifest | None:
-        """A saver that was killed just after its commit has a successor that finds the save pending."""
+        """A saver that was killed just after its commit, or could not sync it, finds the save pending. Only now it is surely durable."""
         ours = (self._orders.lineage, step, self._orders.attempt)
         for stored in folder.committed(self._orders.directory):
             if (stored.manifest.lineage, stored.manifest.step, stored.manifest.attempt) == ours:
+                folder.sync_name(stored.path)
                 return stored.manifest
         return None
 

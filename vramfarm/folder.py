@@ -30,6 +30,10 @@ class Stored:
     manifest: Manifest
 
 
+class UnsyncedError(OSError):
+    """A rename was done, and everybody sees it, but the disk did not confirm it: a power loss may undo it."""
+
+
 def committed(directory: Path) -> list[Stored]:
     """Return the committed checkpoints, the newest first."""
     found = [read(path) for path in _named(directory)]
@@ -89,30 +93,46 @@ def _children(directory: Path) -> list[Path]:
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Make the shards in `temporary` a checkpoint: all of it is durable, or nothing is there."""
-    write_durably(temporary / protocol.MANIFEST, protocol.dump_manifest(manifest))
+    """
+    Make the shards in `temporary` a checkpoint: all of it is durable, or nothing is there.
+
+    `UnsyncedError`: it is there, and all but its name is durable. It stays, since any start goes on from it.
+    """
+    _write(temporary / protocol.MANIFEST, protocol.dump_manifest(manifest))
+    sync_folder(temporary)
     final = temporary.with_name(manifest.ref.name)
-    temporary.rename(final)  # the commit
-    sync_folder(final.parent)
+    _rename(temporary, final)  # the commit
     return final
 
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. Out of sight durably before the first byte goes, so it never looks complete."""
-    discard(_rename(path, protocol.REMOVED))
+    discard(_put_aside(path, protocol.REMOVED))
 
 
 def set_aside(path: Path) -> None:
     """Keep a damaged checkpoint for a human, under a name that nobody resumes from."""
-    _rename(path, protocol.DAMAGED)
+    _put_aside(path, protocol.DAMAGED)
 
 
-def _rename(path: Path, prefix: str) -> Path:
+def _put_aside(path: Path, prefix: str) -> Path:
     target = path.with_name(prefix + path.name)
     discard(target)  # of a checkpoint that went before and was restored since
-    path.rename(target)
-    sync_folder(path.parent)
+    _rename(path, target)
     return target
+
+
+def _rename(source: Path, target: Path) -> None:
+    source.rename(target)
+    sync_name(target)
+
+
+def sync_name(path: Path) -> None:
+    """Make it durable that something is there: what was renamed, and is seen by everybody already."""
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UnsyncedError(error.errno, error.strerror, str(path)) from error
 
 
 def discard(path: Path) -> None:
@@ -122,9 +142,11 @@ def discard(path: Path) -> None:
 
 
 def discard_leftovers(directory: Path, prefix: str = protocol.TEMPORARY) -> None:
-    for path in _children(directory):
-        if path.name.startswith((prefix, protocol.REMOVED)):
-            discard(path)
+    left = [path for path in _children(directory) if path.name.startswith((prefix, protocol.REMOVED))]
+    if left:
+        sync_folder(directory)  # the rename of a removed one may not be durable yet
+    for path in left:
+        discard(path)
 
 
 def prune(directory: Path, keep_last: int) -> None:
@@ -181,19 +203,27 @@ _ADVICE = {
 
 
 def write_durably(path: Path, raw: bytes) -> None:
-    """Write a file so that after a power loss it is there whole, or not at all."""
+    """Write a file so that after a power loss it is there whole, or not at all. `UnsyncedError`: it is there, and may be lost then."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    _write(partial, raw)
+    _rename(partial, path)
+
+
+def _write(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the names in it durable; where a filesystem cannot, it is taken at its word."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # nothing was written through it
+            os.close(fd)

@@ -66,14 +66,26 @@ def go_on(choose: Callable[[], Choice], load: Load, world: World, say: Say, *, t
         if any(is_fatal for _, is_fatal in said):
             raise StateError(problems[0])
         assert choice.resume is not None
-        if world.rank == 0 and choice.resume.exists():
-            folder.set_aside(choice.resume)
-        run.share(world, None)  # nobody looks before it is out of the way
+        stuck = run.share(world, _set_aside(choice.resume) if world.rank == 0 else "")[0]  # nobody looks before
+        if stuck:
+            raise ResumeError(f"{problems[0]}; it cannot be set aside: {stuck}")
         if not tries_older:
             raise ResumeError(
                 f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
             )
         say(f"{problems[0]}; set aside, trying an older one")
+
+
+def _set_aside(path: Path) -> str:
+    """Return why it is still in the way. After a power loss it may be there again, and is found damaged again."""
+    try:
+        if path.exists():
+            folder.set_aside(path)
+    except folder.UnsyncedError:
+        return ""
+    except OSError as error:
+        return folder.describe_error(path.parent, error)
+    return ""
 
 
 def agree(world: World, directory: Path, resume: str, say: Say) -> Choice:

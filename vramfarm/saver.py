@@ -106,7 +106,7 @@ class Saver:
             case Fate.VOID:
                 complaint = self._page.error()
                 more = f" ({complaint})" if complaint.startswith("rank ") else ""
-                self._fail(f"a rank ended, or could not take part, before its state was staged{more}")
+                self._fail_save(f"a rank ended, or could not take part, before its state was staged{more}")
             case Fate.WAIT:
                 self._wait_for_ranks(self._save, ranks)
 
@@ -132,7 +132,7 @@ class Saver:
             self._conclude(EndRecord("done", step))
         elif why := self._patiently(self._committer.want_of_room):
             self._save = Save(step, reason, requests)
-            self._fail(why)
+            self._fail_save(why)
         else:
             self._begin(reason, self._arenas.look(), requests)  # steps were made meanwhile
 
@@ -190,8 +190,12 @@ class Saver:
         started = time.monotonic_ns()
         try:
             manifest = self._patiently(self._committer.write, save.step, save.reason)
+        except folder.UnsyncedError as error:
+            why = folder.describe_error(self._orders.directory, error)
+            self._fail(f"step {save.step} is written, and starts go on from it, but a power loss may take it: {why}")
+            return
         except (OSError, SaveError, ValueError, MemoryError, RuntimeError) as error:
-            self._fail(self._explain(error))
+            self._fail_save(self._explain(error))
             return
         self._publish(save, manifest, time.monotonic_ns() - started)
         self._due_at = save.started + self._orders.interval_s
@@ -229,15 +233,21 @@ class Saver:
         try:
             if self._orders.end_file is not None and recorded:
                 self._patiently(folder.write_durably, self._orders.end_file, record.dump())
+        except folder.UnsyncedError as error:  # without it the next start looks at the checkpoints, which are durable
+            say(f"the record of the end is there, but a power loss may take it: {error}")
         except OSError as error:
-            self._fail(f"end record: {error}")
+            self._fail(f"the record of the end could not be written, step {record.step} itself is saved: {error}")
             return False
         self._page[Word.ENDED] = Ended.DONE if record.kind == "done" else Ended.LEFT
         return True
 
-    def _fail(self, why: str) -> None:
+    def _fail_save(self, why: str) -> None:
+        assert self._save is not None
+        self._fail(f"save of step {self._save.step} failed: {why}")
+
+    def _fail(self, text: str) -> None:
+        """Count and tell a save that is not what it should be, and try again soon."""
         now, save = time.monotonic(), self._save
-        text = f"save of step {save.step} failed: {why}" if save else why
         self._page.set_error(text)  # first: the page is memory, the log is on the disk that may be full
         say(text)
         self._page[Word.NUM_FAILED] += 1

@@ -414,7 +414,7 @@ def test_a_damaged_checkpoint_that_cannot_be_set_aside_ends_the_start_with_the_r
     (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).write_text("a file of somebody's")
 
     with pytest.raises(
-        ResumeError, match="expected checksum .*; it cannot be set aside: .*checkpoints: Not a directory"
+        ResumeError, match=r"expected checksum .*; it cannot be set aside: .*checkpoints: Not a directory"
     ):
         train(tmp_path, 4)
 

@@ -139,6 +139,74 @@ def test_trouble_with_the_disk_stops_saving_and_not_training(attempt, trouble, k
     assert [] == left_behind(training)
 
 
+UNSYNCED = f"a power loss may take it: {{}}: Input/output error; {folder._BROKEN}"
+
+
+@pytest.mark.parametrize("who", ["the saver that wrote it", "its successor"])
+def test_a_checkpoint_whose_name_may_be_lost_is_none_that_counts_and_stays(attempt, trouble, who):
+    """
+    After the rename everybody sees it, and starts go on from it, so it is not removed; but durable is what its folder's
+    sync confirms, and without that it is not called committed: not by the saver that renamed it, nor by one that finds it.
+    """
+    training = attempt(**trouble.env)
+    wait_for(training, Word.NUM_COMMITTED, 2)
+    if who == "its successor":
+        saver = training.saver()
+        trouble.give("fsync:checkpoints -1 0")
+        until(lambda: training.page[Word.SAVING_STEP] in training.steps(), PATIENCE_S)
+        os.kill(saver, signal.SIGKILL)
+    committed = training.page[Word.NUM_COMMITTED]
+    trouble.give(f"fsync:checkpoints {errno.EIO} 0")
+    until(lambda: "a power loss may take it" in training.page.error(), PATIENCE_S)
+    error = training.page.error()
+    step = int(error.split()[1])
+    there, counted, went_on = training.steps(), training.page[Word.NUM_COMMITTED], goes_on(training)
+    trouble.end()
+    wait_for(training, Word.NUM_COMMITTED)
+
+    assert f"step {step} is written, and starts go on from it, but {UNSYNCED.format(trouble.root)}" == error
+    assert (True, True) == (step in there, went_on)
+    assert counted - committed <= (who != "its successor")  # one may have been on its way when the orders came
+    assert [] == left_behind(training)
+
+
+def test_an_end_that_is_recorded_ends_training_though_its_folder_cannot_be_synced(attempt, trouble, tmp_path):
+    """
+    The record is there for whoever looks: ranks that trained on would contradict it. Lost with the power it costs a start.
+    """
+    end = tmp_path / "end" / "end.json"
+    end.parent.mkdir()
+    training = attempt(**trouble.env | {"TROUBLE_ROOT": str(tmp_path), Env.END_FILE: str(end)})
+    wait_for(training, Word.NUM_COMMITTED)
+    trouble.give(f"fsync:end {errno.EIO} 0")
+
+    training.page[Word.REQUEST_LEAVE] = 1
+
+    assert [0, 0] == training.wait(PATIENCE_S)
+    assert ("left", training.steps()[0]) == (
+        protocol.parse_end(end.read_bytes()).kind,
+        training.page[Word.COMMITTED_STEP],
+    )
+
+
+def test_an_end_that_cannot_be_recorded_is_not_told_as_a_save_that_failed(attempt, tmp_path):
+    """
+    The checkpoint is committed, and says so; what is missing is named, and training goes on.
+    """
+    end = tmp_path / "end.json"
+    end.mkdir()
+    training = attempt(**{Env.END_FILE: str(end)})
+    wait_for(training, Word.NUM_COMMITTED)
+
+    training.page[Word.REQUEST_LEAVE] = 1
+    until(lambda: "the record of the end" in training.page.error(), PATIENCE_S)
+
+    step = training.page[Word.COMMITTED_STEP]
+    assert f"the record of the end could not be written, step {step} itself is saved: " in training.page.error()
+    assert goes_on(training)
+    assert step in training.steps()
+
+
 def test_a_slow_disk_slows_no_step(attempt, trouble):
     """
     At 0.1 MB/s a save takes seconds: steps are made all the while, none waits for it, and a second save that is due

@@ -3,6 +3,7 @@
  *
  * TROUBLE_ROOT: paths below it are watched. TROUBLE_ORDERS: a file of lines "OPERATION ERRNO MICROSECONDS", read
  * anew at each operation; with an errno it fails, with -1 it waits for other orders, the time is waited for each MB.
+ * "fsync:NAME" is that of the folder NAME.
  * TROUBLE_LOG: every change that was made is appended, in the order in which they were: "OPERATION\tPATH\tOTHER\tOFFSET\tSIZE\n" and SIZE bytes.
  */
 #define _GNU_SOURCE
@@ -85,8 +86,9 @@ static void note(const char *operation, const char *path, const char *other, off
     close(fd);
 }
 
-#define BEGIN(operation, size)                                   \
-    int code = ordered(operation, size);                         \
+#define BEGIN(operation, size) GO_ON(ordered(operation, size))
+#define GO_ON(asked)                                             \
+    int code = asked;                                            \
     if (code) { errno = code; return -1; }                       \
     pthread_mutex_lock(&lock);
 
@@ -144,11 +146,20 @@ static int cut(int fd, off_t size) {
 int ftruncate(int fd, off_t size) { return cut(fd, size); }
 int ftruncate64(int fd, off64_t size) { return cut(fd, size); }
 
+static int ordered_sync(int fd, const char *path) {
+    struct stat about;
+    char named[32];
+    int code = ordered("fsync", 0);
+    if (code || fstat(fd, &about) || !S_ISDIR(about.st_mode)) return code;
+    snprintf(named, sizeof named, "fsync:%.25s", strrchr(path, '/') + 1);
+    return ordered(named, 0);
+}
+
 int fsync(int fd) {
     REAL(int, "fsync", int);
     char path[PATH_MAX];
     if (!path_of(fd, path)) return real(fd);
-    BEGIN("fsync", 0)
+    GO_ON(ordered_sync(fd, path))
     int result = real(fd);
     END(result == 0, "fsync", path, "", 0, NULL, 0)
 }
