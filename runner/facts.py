@@ -346,6 +346,9 @@ class CardPulse:
     memory_percent: float | None = None  # of the time its memory was read or written
     power_w: float | None = None
     limit_w: float | None = None
+    used_bytes: int | None = None  # of its memory
+    total_bytes: int | None = None
+    temperature: float | None = None  # in °C
     throttled: tuple[str, ...] = ()  # why its clocks are held down, if they are
 
 
@@ -524,7 +527,7 @@ class Severity(StrEnum):
     REFUSE = "refuse"  # training here would fail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at. `message` says what was found, `hint` what to do; `facts` are for decisions."""
 

@@ -184,7 +184,8 @@ def _read_all() -> dict[int, _Stat]:
     return {pid: stat for pid, stat in stats if stat is not None and stat.memory and stat.state not in _GONE_STATES}
 
 
-def _read_stat(pid: int) -> _Stat | None:
+def stat_fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat, those after the name, which may hold anything; proc(5) counts from 3 here. None are left of who is gone."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -192,8 +193,14 @@ def _read_stat(pid: int) -> _Stat | None:
         finally:
             os.close(fd)
     except OSError:
+        return []
+    return raw[raw.rindex(b")") + 2 :].split()
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    fields = stat_fields(pid)
+    if not fields:
         return None
-    fields = raw[raw.rindex(b")") + 2 :].split()  # the name before may hold anything; proc(5) counts from 3 here
     return _Stat(
         state=fields[0].decode(),
         parent=int(fields[1]),
@@ -251,6 +258,13 @@ def _adopt(
         pid = stats[pid].parent
     if pid in roles:
         roles.update(dict.fromkeys(line, roles[pid]))
+
+
+def signal_name(number: int) -> str:
+    """As the system has it, or its number."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def environ() -> dict[str, str]:

@@ -202,15 +202,9 @@ def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Runni
 
 
 def _died(kind: TaskKind, code: int, tail: str) -> str:
-    how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code} without a last word"
+    how = f"was ended by {process.signal_name(-code)}" if code < 0 else f"exited {code} without a last word"
     last = tail.splitlines()[-1] if tail else ""
     return f"task {kind} {how}" + (f": {last}" if last else "")
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:

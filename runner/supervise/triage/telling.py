@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from runner.facts import Exit
 from runner.supervise.logs import find_streams, read_tail
+from runner.supervise.process import signal_name
 from runner.supervise.triage.evidence import Evidence, Kills, Suspect
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
@@ -83,7 +83,7 @@ def _silent(line: LogLine, code: int, chosen: Chosen) -> str:
     if code >= 0:
         return f"{who} exited with code {code} and no error message"
     why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
-    return f"{who} was killed by {_signal_name(-code)}{why}"
+    return f"{who} was killed by {signal_name(-code)}{why}"
 
 
 def _last_words(folder: Path, rank: int | None) -> str:
@@ -100,16 +100,10 @@ def _only_code(ended: Exit | None) -> str:
     if ended.code is None:
         return "nobody saw how the launcher ended: its shim was killed too"
     if ended.code < 0:
-        return f"the launcher was killed by {_signal_name(-ended.code)}"
+        return f"the launcher was killed by {signal_name(-ended.code)}"
     return f"the launcher exited with code {ended.code}"
 
 
 def _cut(message: str) -> str:
     message = _SECRET.sub("(secret)", _LINK.sub("(link)", message))
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
