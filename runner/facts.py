@@ -99,6 +99,7 @@ class Attempt:
     steps_per_s: float = 0.0  # at its end
     first_step_at: datetime | None = None  # None: none was seen by a runner
     killed: str = ""  # why the runner killed it
+    left: str = ""  # what it left behind, and the runner ended
     origin: str = ""  # the checkpoint of another run that `resume` is a copy of
 
     @property
@@ -275,6 +276,7 @@ class Live:
     attempt_id: str
     trainers: tuple[int, ...]  # pids: shim, launcher, ranks, their workers
     savers: tuple[int, ...]  # pids: they outlive the trainers until their save is committed
+    left: tuple[str, ...] = ()  # trainers that outlived the launcher, as a person knows them: 4711 python3 logger.py
 
 
 # ----------------------------------------------------------------------------------- lease

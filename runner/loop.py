@@ -135,10 +135,8 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
         case Interrupt(reason=reason):
             journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
             world.interrupt()
-        case Kill(reason=reason, savers=savers, hung=hung):
-            attempt = journal.history.attempts[-1]
-            if action.is_the_end and not attempt.killed:  # the first reason is the one; it may take many turns
-                journal.append(events.killed(attempt.number, reason, seen.now))
+        case Kill(savers=savers, hung=hung):
+            _write_down_kill(action, seen, journal)
             world.kill(savers=savers, hung=hung)
         case Conclude(outcome=outcome, reason=reason):
             journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))
@@ -153,6 +151,15 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             pass  # run() returns them
         case _:
             assert_never(action)
+
+
+def _write_down_kill(kill: Kill, seen: Observed, journal: Journal) -> None:
+    """The first reason is the one; it may take many turns."""
+    attempt = journal.history.attempts[-1]
+    if kill.is_the_end and not attempt.killed:
+        journal.append(events.killed(attempt.number, kill.reason, seen.now))
+    elif kill.left and not attempt.left:
+        journal.append(events.left_behind(attempt.number, kill.reason, seen.now))
 
 
 def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:

@@ -453,7 +453,7 @@ class RealWorld:
             with suppress(OSError):  # a full disk: then triage goes by what the logs say
                 shutil.copyfile(self._folder.evidence(attempt.number) / HANG_FILE, logs / HANG_FILE)
             attempts.abort(attempt.id, self._sight.ranks, folder=logs, evidence=self._folder.evidence(attempt.number))
-        attempts.kill(attempt.id, savers=savers)
+        attempts.kill(attempt.id, self._folder.attempt(attempt.number), savers=savers)
 
     def forget(self) -> None:
         """The attempt is over and journaled: its page can go."""

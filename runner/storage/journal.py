@@ -71,6 +71,10 @@ def killed(number: int, reason: str, at: datetime) -> Event:
     return {"event": "killed", "number": number, "reason": reason, "at": at.isoformat()}
 
 
+def left_behind(number: int, reason: str, at: datetime) -> Event:
+    return {"event": "left_behind", "number": number, "reason": reason, "at": at.isoformat()}
+
+
 def distrusted(number: int, step: int, reason: str) -> Event:
     return {"event": "distrusted", "number": number, "step": step, "reason": reason}
 
@@ -163,6 +167,9 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR
         case {"event": "killed", "reason": reason}:
             *before, last = history.attempts
             return replace(history, attempts=(*before, replace(last, killed=reason)))
+        case {"event": "left_behind", "reason": reason}:
+            *before, last = history.attempts
+            return replace(history, attempts=(*before, replace(last, left=reason)))
         case {"event": "distrusted", "number": number, "step": step}:
             return replace(history, distrusted=(*history.distrusted, (number, step)))
         case {"event": "interrupted", "number": number}:

@@ -23,6 +23,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _GONE_STATES: Final = frozenset("ZXx")
 _OURS: Final = b"VRAMFARM_"
 _EXEC_LOOKS: Final = 40
+_NAMED_WORDS: Final = 3  # of a command line: what comes later may be a secret
+_NAMED_CHARACTERS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,34 @@ def find(name: str, value: str) -> tuple[Process, ...]:
     return tuple(Process(pid, stats[pid].started, role) for pid, role in sorted(roles.items()))
 
 
+def with_descendants(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """Those that still are who they were, and all that they started since."""
+    stats = _read_all()
+    found = {p.pid for p in processes if p.pid in stats and stats[p.pid].started == p.started}
+    for pid in stats:
+        line, at = [], pid
+        while at in stats and at not in found:
+            line.append(at)
+            at = stats[at].parent
+        found.update(line if at in found else ())
+    return tuple(Process(pid, stats[pid].started) for pid in sorted(found))
+
+
+def name(pid: int) -> str:
+    """`4711 python3 logger.py`: the pid and the first words of its command line; nothing where it is gone."""
+    try:
+        words = os.fsdecode(read(f"/proc/{pid}/cmdline")).split("\0")[:_NAMED_WORDS]
+    except OSError:
+        return ""
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(words).strip())
+    return f"{pid} {shown if len(shown) <= _NAMED_CHARACTERS else shown[: _NAMED_CHARACTERS - 1] + '…'}"
+
+
 def kill(processes: Iterable[Process], number: signal.Signals) -> None:
-    """Send the signal to those that still are who they were."""
+    """Send the signal to those that still are who they were; not to somebody else's, which a `sudo` of the script is."""
     for process in processes:
         if is_alive(process):
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, number)
 
 

@@ -1438,6 +1438,20 @@ def test_what_an_ended_launcher_left_behind_is_ended(seconds, expected):
     assert expected == decide(HERE_ONLY, *hung(hang=None, **ended))
 
 
+def test_what_is_left_behind_is_named():
+    """
+    Whatever holds a card's memory would be the next attempt's out-of-memory error: a person wants to know who it was.
+    """
+    ended = {"exit": Exit(code=0), "exit_seen_at": at(7)}
+    left = tuple(f"{pid} python3 logger.py" for pid in range(4711, 4717))
+    live = Live(attempt_id="a", trainers=tuple(range(4711, 4717)), savers=(), left=left)
+
+    action = decide(HERE_ONLY, *hung(hang=None, live=live, **ended))
+
+    named = ", ".join(left[:4])
+    assert Kill(f"the launcher ended, these did not: {named} and 2 more", left=True) == action
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [(119, Wait()), (120, Kill("the saver did not finish in the grace period", savers=True))],
