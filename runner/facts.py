@@ -35,10 +35,26 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kills:
+    """The kernel killed so many processes of the container for want of memory; no limit is 0."""
+
+    count: int = 0
+    limit_bytes: int = 0
+
+    def describe(self, who: str = "a process") -> str:
+        """What happened, and what to do."""
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        limit = f"may have {self.limit_bytes / 1e9:.1f} GB" if self.limit_bytes else "has no limit"
+        cure = "give it more (docker run --memory), or use fewer data workers or smaller batches"
+        return f"out of memory: the kernel killed {who}{more}; the container {limit}: {cure}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     """How the launcher ended; a negative code is a signal, None is unknown (its shim died)."""
 
     code: int | None
+    kills: Kills = Kills()  # meanwhile
 
 
 class Ending(StrEnum):
@@ -496,6 +512,7 @@ class Observed:
     card: str = ""  # their model, as the driver calls it
     global_batch: int = 0  # samples a step, where job.yaml says it
     stored_batch: int = 0  # the same, as the job that the store has says it
+    kills: Kills = Kills()  # in this container, so far
     refusal: str = ""  # why this machine cannot do the job at all: too few cards
     wrong_job: str = ""  # why it cannot start here as it is: no value for a secret, no interpreter
     preflight: Preflight | None = None  # what was found so far in this life

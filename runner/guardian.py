@@ -48,6 +48,7 @@ from runner.policy.guard import (
     parse_word,
     rearm,
 )
+from runner.supervise.kills import count_kills
 from runner.supervise.process import Process, be_subreaper, current, end_all, find
 from vramfarm.protocol import Env
 
@@ -150,7 +151,7 @@ class Guardian:
         """Keep a runner alive until it says its last word, a person ends us, or the deadline comes."""
         deaths: list[Death] = []
         while True:
-            started = time.monotonic()
+            started, kills = time.monotonic(), count_kills().count
             end = self._live()
             if end is not None:
                 return end
@@ -162,7 +163,7 @@ class Guardian:
                 self._alert(f"the runner died {MAX_DEATHS} times without a minute of life; giving up")
                 reason = f"the runner died {MAX_DEATHS} times"
                 return End(code=UNEXPECTED, stop=True, keep=self._armed.keep, reason=reason)
-            log(f"the runner died ({_show_exit(self._exit)}); starting it again in {delay:g} s")
+            log(f"the runner died ({_show_exit(self._exit)}{_show_kills(kills)}); starting it again in {delay:g} s")
             self._pause(delay)
             if self._leaving:
                 return End(code=LEFT, stop=False)
@@ -492,6 +493,12 @@ def _show_exit(code: int | None) -> str:
     if code is None:
         return "not started"
     return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+def _show_kills(before: int) -> str:
+    """Why the kernel may have killed it."""
+    kills = count_kills()
+    return f"; {replace(kills, count=kills.count - before).describe()}" if kills.count > before else ""
 
 
 def _price(server: Server | None) -> str:

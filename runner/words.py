@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from math import isfinite
@@ -245,7 +245,8 @@ def _describe_join(earlier: Earlier) -> str:
 def _describe_exit(action: RecordExit) -> str:
     code = action.exit.code
     how = "its exit was not seen" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
-    reason = f": {action.reason}" if action.reason and action.ending is Ending.FAILED else ""
+    is_told = action.ending is Ending.FAILED or action.exit.kills.count > 0
+    reason = f": {action.reason}" if action.reason and is_told else ""
     found = action.diagnosis if action.ending is Ending.FAILED else None
     label = f" [{found.label}: {found.cause}]" if found else ""
     return f"attempt {action.ending} at step {action.step} ({how}){reason}{label}"
@@ -286,6 +287,8 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if checkpoint.ref not in old_local:
             took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
+    if kills := after.kills.count - (before.kills.count if before else 0):
+        yield replace(after.kills, count=kills).describe() + ("" if before else "; before this runner began")
     if before and _is_news(before.progress, after.progress):
         goes_on = "" if after.progress.save_error.startswith(WAITING) else "; training goes on"
         yield f"{after.progress.save_error}{goes_on}"

@@ -56,6 +56,7 @@ from runner.supervise.alarm import Alarm
 from runner.supervise.autopsy import HANG_FILE
 from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
+from runner.supervise.kills import count_kills
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from vramfarm.protocol import Ref
@@ -176,6 +177,7 @@ class RealWorld:
             other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,
+            kills=count_kills(),
             refusal=self._setting.refusal,
             wrong_job=_describe_wrong(self._setting.wrong),
             num_procs=self._setting.num_procs,

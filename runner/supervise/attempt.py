@@ -25,6 +25,7 @@ from runner.job import Batch
 from runner.supervise import process
 from runner.supervise.asking import whom
 from runner.supervise.autopsy import keep_stacks
+from runner.supervise.kills import as_kills
 from runner.supervise.page import pipes_beside
 from runner.supervise.process import Process
 from runner.supervise.recorder import DUMP
@@ -274,10 +275,12 @@ def read_exit(folder: Path) -> Exit | None:
     """
     shim_lives = find_shim(folder) is not None  # before the record is looked for: it writes, then ends
     try:
-        return Exit(code=int(json.loads((folder / "exit.json").read_bytes())["code"]))
+        record = json.loads((folder / "exit.json").read_bytes())
+        kills = as_kills(int(record.get("oom_kills", 0)), int(record.get("memory_limit", 0)))
+        return Exit(code=int(record["code"]), kills=kills)
     except FileNotFoundError:
         return None if shim_lives else Exit(code=None)
-    except (ValueError, KeyError, TypeError):  # the disk lost it
+    except (ValueError, KeyError, TypeError, AttributeError):  # the disk lost it
         return Exit(code=None)
 
 

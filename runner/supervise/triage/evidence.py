@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from runner.facts import Kills
 from runner.supervise.recorder import Recorded
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.signs import SIGNS
@@ -100,14 +101,6 @@ class Waited:
     size: str = ""
     limit_ms: int = 0
     ran_ms: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Kills:
-    """The kernel killed so many processes of the container for want of memory; no limit is 0."""
-
-    count: int
-    limit_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)

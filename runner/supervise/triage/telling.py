@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from runner.facts import Exit
+from runner.facts import Exit, Kills
 from runner.supervise.logs import find_streams, read_tail
 from runner.supervise.process import signal_name
-from runner.supervise.triage.evidence import Evidence, Kills, Suspect
+from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
 from runner.supervise.triage.table import CALLED
@@ -63,11 +63,7 @@ def _at(known: Suspect) -> str:
 
 
 def _out_of_memory(chosen: Chosen, kills: Kills) -> str:
-    who = "a process" if chosen.rank is None else f"rank {chosen.rank}"
-    more = f" and {kills.count - 1} more" if kills.count > 1 else ""
-    limit = f"may have {kills.limit_bytes / 1e9:.1f} GB" if kills.limit_bytes else "has no limit"
-    cure = "give it more (docker run --memory), or use fewer data workers or smaller batches"
-    return f"out of memory: the kernel killed {who}{more}; the container {limit}: {cure}"
+    return kills.describe("a process" if chosen.rank is None else f"rank {chosen.rank}")
 
 
 def _who(line: LogLine, rank: int | None, log: Path) -> str:
@@ -98,7 +94,7 @@ def _only_code(ended: Exit | None) -> str:
     if ended is None:
         return "no line names an error"
     if ended.code is None:
-        return "nobody saw how the launcher ended: its shim was killed too"
+        return "nobody saw how the launcher ended: its shim was killed too, as with a whole container that has no memory left"
     if ended.code < 0:
         return f"the launcher was killed by {signal_name(-ended.code)}"
     return f"the launcher exited with code {ended.code}"
