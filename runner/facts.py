@@ -186,6 +186,7 @@ class History:
     attempts: tuple[Attempt, ...] = ()
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
     distrusted: tuple[tuple[int, int], ...] = ()  # attempt and step: its checkpoints from there on are not resumed from
+    unusable: frozenset[str] = frozenset()  # names of checkpoints that are damaged in the store
     conclusion: Conclusion | None = None
     stop_sent_in: str = ""  # the life that last asked for the server's stop
     opened_at: datetime | None = None  # accepted, or reopened by the operator: limits count from here
@@ -504,7 +505,10 @@ class Observed:
     ready: str = ""  # the newest save of this attempt that a framework calls complete, and nobody writes to
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
     damaged: tuple[str, ...] = ()  # set aside on this disk
-    unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore
+    unusable: frozenset[str] = (
+        frozenset()
+    )  # names of those that are damaged there, as this life or an earlier one found
+    unusable_now: frozenset[str] = frozenset()  # as this life found
     other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
@@ -535,6 +539,11 @@ class Observed:
         0.0  # staged to durable, or what a script took to write its own and we to copy it; in this life
     )
     last_upload_s: float = 0.0
+
+    @property
+    def usable(self) -> tuple[Checkpoint, ...]:
+        """What the store has and is not known to be damaged there; nothing where it is not known yet."""
+        return tuple(c for c in self.offsite or () if c.ref.name not in self.unusable)
 
 
 # --------------------------------------------------------------------------------- finding

@@ -63,6 +63,7 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
         history = journal.history
         seen = world.observe(history)
         history = _remember_first_step(history, seen, journal)
+        history = _remember_unusable(history, seen, journal)
         action = decide_and_tell(job, history, seen)
         if isinstance(action, Launch):
             world.check_launch()  # before anybody is told of a launch that cannot be
@@ -88,6 +89,13 @@ def _remember_first_step(history: History, seen: Observed, journal: Journal) -> 
     if last is None or last.ending or last.first_step_at or seen.first_step_at is None:
         return history
     return journal.append(events.stepped(last.number, seen.first_step_at))
+
+
+def _remember_unusable(history: History, seen: Observed, journal: Journal) -> History:
+    """To find it out again costs a restore; who does not know it deletes good ones for it."""
+    if seen.unusable == history.unusable:
+        return history
+    return journal.append(events.found_unusable(seen.unusable))
 
 
 def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks that none is missing

@@ -252,7 +252,7 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
         published = beside.submit(publishing.publish_files, logs=False)
-        copied = transfer.upload(store, arguments["job"], directory, ref, progress)
+        copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"])
         took = time.monotonic() - started
         published.result()
     if publishing.are_logs_late():
@@ -469,7 +469,7 @@ def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     name = arguments["subject"]
     found = [c.ref for c in transfer.survey(store, arguments["job"]).checkpoints if c.ref.name == name]
     if not found:
-        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True)
+        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True, damaged=True)
     return found[0]
 
 

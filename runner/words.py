@@ -566,7 +566,7 @@ def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
             "written_at": written[ref],
             "local": ref in local,
             "offsite": ref in offsite,
-            "verified": ref in offsite or ref.name == name,
+            "verified": (ref in offsite or ref.name == name) and ref.name not in seen.unusable,
         }
         for ref in sorted(local | offsite)
     ]
@@ -741,8 +741,8 @@ def _attempts_before(earlier: Earlier) -> str:
 
 
 def _weights(job: Job, seen: Observed) -> str:
-    if seen.offsite:
-        newest = max(c.ref for c in seen.offsite)
+    if seen.usable:
+        newest = max(c.ref for c in seen.usable)
         return f"{job.offload.to}/{job.name}/checkpoints/{newest.name}"
     is_known = job.offload.to is None or seen.offsite is not None
     if seen.local:

@@ -260,7 +260,11 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     spoilt = {ref.name for ref in local | offsite if is_distrusted(ref, history)}
     spoilt |= stale_copies((*seen.local, *(seen.offsite or ())), job.checkpoint.resume)
     plan: From | Fetch | Fork = plan_resume(
-        local - {r for r in local if r.name in spoilt}, offsite, floor=floor, unusable=seen.unusable | spoilt
+        local - {r for r in local if r.name in spoilt},
+        offsite,
+        floor=floor,
+        unusable=seen.unusable | spoilt,
+        last_resort=seen.unusable - seen.unusable_now - spoilt,
     )
     if isinstance(plan, From) and plan.ref is None and not _lost(seen, floor):
         plan = plan_fork(job.checkpoint.resume, seen.local, local | offsite, plan)

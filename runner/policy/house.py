@@ -105,11 +105,11 @@ def _upload(job: Job, seen: Observed) -> Action | None:
 
 
 def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
-    """The newest checkpoint here, if the store has neither it nor a newer one."""
+    """The newest checkpoint here, if the store has neither it nor a newer one; what is damaged there it has not."""
     if job.offload.to is None or seen.offsite is None or not seen.local:
         return None
     newest = max(c.ref for c in seen.local)
-    return newest if newest > max((c.ref for c in seen.offsite), default=_NOTHING) else None
+    return newest if newest > max((c.ref for c in seen.usable), default=_NOTHING) else None
 
 
 def tidy(job: Job, history: History, seen: Observed) -> Action | None:
@@ -135,9 +135,9 @@ def _tidy_store(job: Job, seen: Observed) -> Action | None:
     """
     An older one goes when the newest is proven: it came whole from here, or came back whole, or was verified.
 
-    What a listing shows is not enough, since bytes may be wrong in the newest; what failed to come back counts for nothing.
+    What a listing shows is not enough, since bytes may be wrong in the newest; what is damaged there counts for nothing.
     """
-    usable = sorted(c.ref for c in seen.offsite or () if c.ref.name not in seen.unusable)
+    usable = sorted(c.ref for c in seen.usable)
     if len(usable) <= job.offload.keep_last:
         return None
     newest = usable[-1].name

@@ -79,6 +79,11 @@ def distrusted(number: int, step: int, reason: str) -> Event:
     return {"event": "distrusted", "number": number, "step": step, "reason": reason}
 
 
+def found_unusable(names: frozenset[str]) -> Event:
+    """All that are now, so that the last such event counts."""
+    return {"event": "unusable", "names": sorted(names)}
+
+
 def interrupted(number: int, reason: str, at: datetime) -> Event:
     return {"event": "interrupted", "number": number, "reason": reason, "at": at.isoformat()}
 
@@ -172,6 +177,8 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR
             return replace(history, attempts=(*before, replace(last, left=reason)))
         case {"event": "distrusted", "number": number, "step": step}:
             return replace(history, distrusted=(*history.distrusted, (number, step)))
+        case {"event": "unusable", "names": names}:
+            return replace(history, unusable=frozenset(names))
         case {"event": "interrupted", "number": number}:
             return replace(history, interrupted=number)
         case {"event": "exited"}:

@@ -61,7 +61,7 @@ from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from tests.fakes import Loss
-from tests.simworld import START, TURN, Elsewhere, boot, shard_bytes
+from tests.simworld import DAMAGED, START, TURN, Elsewhere, boot, shard_bytes
 from vramfarm.protocol import Ref
 
 JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
@@ -368,6 +368,105 @@ def test_a_good_checkpoint_in_the_store_is_not_tidied_away_for_a_damaged_newer_o
 
     assert older not in elsewhere.store
     assert (2, 500) == (max(elsewhere.store).lineage, max(elsewhere.store).step)
+
+
+def test_what_is_found_damaged_at_the_end_is_sent_again_and_compared_again(tmp_path):
+    """
+    The copy here is good: nobody loses it for what the store made of the first one.
+    """
+    elsewhere = Elsewhere(rots={500: 1})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert (0, False, set()) == (end.code, end.keep, elsewhere.damaged_there)
+    assert frozenset() == history_of(tmp_path / "job").unusable
+
+
+def test_a_store_that_damages_every_copy_keeps_the_folder(tmp_path):
+    """
+    It is tried three times, not for ever, and the end says so.
+    """
+    elsewhere = Elsewhere(rots={500: 100})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, True, True) == (end.code, end.stop, end.keep)
+    assert end.reason.endswith(f"but the store does not have it: {DAMAGED}")
+    assert 97 == elsewhere.rots[500]
+
+
+def test_a_later_life_knows_what_an_earlier_one_found_damaged(tmp_path):
+    """
+    It does not fetch it again, and what is better than that is sent.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    older, newest = sorted(elsewhere.store)[-2:]
+    elsewhere.promised.clear()
+    elsewhere.damaged_there, elsewhere.crash_at_step = {newest.step}, {2: older.step + 100, 3: older.step + 100}
+    elsewhere.sigterms = {elsewhere.now + 6 * TURN}
+    boot(JOB, tmp_path / "other", elsewhere)
+    elsewhere.damaged_there, elsewhere.crash_at_step = set(), {}  # whoever asked again would get it
+
+    end, _ = boot(JOB, tmp_path / "other", elsewhere)
+
+    assert frozenset({newest.name}) == history_of(tmp_path / "other").unusable
+    assert {older.step} == {step for _, step in elsewhere.launches[1:]}
+    assert 0 == end.code
+
+
+def test_what_an_earlier_life_found_damaged_is_tried_again_before_there_is_none(tmp_path):
+    """
+    The fault may have been its network or its memory: a run that was refused for it goes on when that is cured.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    elsewhere.damaged_there = {ref.step for ref in elsewhere.store}
+    refused, _ = boot(JOB, tmp_path / "job", elsewhere)
+    newest, elsewhere.damaged_there = max(elsewhere.store), set()
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, 0) == (refused.code, end.code)
+    assert (1, newest.step) == elsewhere.launches[-1]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rots=st.dictionaries(st.integers(1, 5).map(lambda n: n * 100), st.integers(1, 2), max_size=3),
+    losses=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=3),
+    sigterms=st.sets(st.integers(1, 40), max_size=3),
+    keep_last=st.integers(1, 3),
+)
+def test_whatever_rots_in_the_store_what_it_is_trusted_with_is_whole(tmp_path, rots, losses, sigterms, keep_last):
+    """
+    Any mix of copies that are damaged on arrival, crashes of the runner, lost disks and preemptions: exit 0
+    means that the store has the end whole, and what could be restored is never tidied away for what could not.
+    """
+    root = tmp_path / "job"
+    shutil.rmtree(root, ignore_errors=True)
+    elsewhere = Elsewhere(rots=rots, sigterms={at(n) for n in sigterms})
+    job = JOB.model_copy(update={"offload": JOB.offload.model_copy(update={"keep_last": keep_last})})
+    for fail_at, machine_lost in losses:
+        boot(job, root, elsewhere, fail_at=fail_at)
+        if machine_lost:
+            shutil.rmtree(root)
+            elsewhere.promised.clear()
+        else:
+            check_invariants(root, elsewhere)
+    for _ in range(6):
+        end, _ = boot(job, root, elsewhere)
+        if end.code != 75:
+            break
+
+    if end.code:
+        assert (4, True) == (end.code, end.keep or "--start-over" in end.reason)
+    else:
+        newest = max(elsewhere.store)
+        assert (500, False) == (newest.step, newest.step in elsewhere.damaged_there)
 
 
 def test_it_never_starts_over_silently(tmp_path):

@@ -5,6 +5,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.farmhouse import wait_until
 from tests.s3server import BUCKET
 from tests.storage.examples import SHARDS, commit
 from tests.storage.moving import contents, elsewhere, ignore, move
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
 
 FOLDER = "job/checkpoints"
@@ -454,6 +456,58 @@ def test_what_is_known_as_unusable_takes_no_place_of_a_good_one(store, directory
     removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[2].ref.name])
 
     assert ((manifests[0].ref.name,), [200, 300]) == (removed, steps(store))
+
+
+def test_what_is_unusable_goes_with_its_age(store, directory):
+    """
+    Older than all that are kept it is worth nothing, and would cost money for ever.
+    """
+    manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
+    removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[0].ref.name])
+
+    assert (tuple(m.ref.name for m in manifests[:2]), [300]) == (removed, steps(store))
+
+
+class KeepsSums(FileStore):
+    """A folder that keeps a checksum beside each file, as an object store does, and tells that, whatever becomes of the bytes."""
+
+    sums: ClassVar[dict[str, int]] = {}
+
+    def put_file(self, key, path, shard, sent):
+        super().put_file(key, path, shard, sent)
+        self.sums[key] = crc32(path.read_bytes())
+
+    def head(self, key):
+        found = super().head(key)
+        return found and replace(found, crc32=self.sums.get(key))
+
+    def copy(self, source, key, shard):
+        self.sums[key] = self.sums[source]
+        return super().copy(source, key, shard)
+
+
+def test_what_rotted_in_the_store_is_sent_anew_whatever_the_store_says_of_it(directory, tmp_path):
+    """
+    A store tells the checksum that it was given, not that of its bytes. Whoever knows that they are wrong reads
+    them: what is right there is not sent again, what is wrong is, and no other checkpoint takes it over.
+    """
+    store, large = KeepsSums(tmp_path / "store", Disk()), {"frozen": bytes(CHUNK_BYTES + 1), **SHARDS}
+    bad = uploaded(store, directory, 400, shards=large)
+    rotten = tmp_path / "store" / FOLDER / bad.ref.name / "frozen"
+    rotten.write_bytes(b"x" + bytes(CHUNK_BYTES))
+    newer, known = commit(directory, 500, shards=large), [bad.ref.name]
+    inodes = {path.name: path.stat().st_ino for path in rotten.parent.iterdir()}
+
+    believed = transfer.upload(store, "job", directory, bad.ref, ignore)
+    still_rotten = rotten.read_bytes()[:1]
+    copied = transfer.upload(store, "job", directory, newer.ref, ignore, known)
+    transfer.upload(store, "job", directory, bad.ref, ignore, known)
+
+    assert (0, b"x", 0, bytes(CHUNK_BYTES + 1)) == (believed, still_rotten, copied, rotten.read_bytes())
+    anew = {path.name for path in rotten.parent.iterdir() if inodes[path.name] != path.stat().st_ino}
+    assert {"frozen", MANIFEST} == anew
+    for checkpoint in (bad, newer):
+        transfer.restore(store, "job", checkpoint.ref, elsewhere(tmp_path), ignore)
 
 
 def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
