@@ -14,7 +14,7 @@ from runner.supervise.process import signal_name
 from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
-from runner.supervise.triage.table import CALLED
+from runner.supervise.triage.table import CALLED, Kind
 
 _SECRET: Final = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|glpat-|AKIA|xox[bp]-)[\w-]{12,}|(?i:(?<=bearer )\S{12,})"
@@ -40,7 +40,7 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
         rank = line.rank if chosen.rank is None else chosen.rank
         return f"{_silent(line, code, chosen)}{_last_words(folder, rank)}; see {log}"
     who = f"{chosen.said}: " if chosen.said else _who(line, chosen.rank, log)
-    return f"{who}{_said(line, seen.suspect(line))}; see {log}"
+    return f"{who}{_said(line, seen.suspect(line))}{_became(seen.suspect(line), seen)}; see {log}"
 
 
 def _said(line: LogLine, known: Suspect | None) -> str:
@@ -53,6 +53,15 @@ def _said(line: LogLine, known: Suspect | None) -> str:
     told = f"{text}{' ' if text.endswith(':') else ': '}{detail}" if detail else text
     told += f"; before it: {_cut(known.before.strip())}" if CALLED.search(text) and known.before else ""
     return f"{told}{_at(known)}"
+
+
+def _became(known: Suspect | None, seen: Evidence) -> str:
+    """Of an error that a library raised another out of: that may say what the first means for the job."""
+    if known is None or not known.chain or known.kind is not Kind.ERROR:
+        return ""
+    family = [s for s in seen.suspects if (s.line.source, s.chain) == (known.line.source, known.chain) and s.ended]
+    last = family[-1] if family else known
+    return f"; it became {_cut(last.line.text.strip())}{_at(last)}" if last.line.place > known.line.place else ""
 
 
 def _at(known: Suspect) -> str:
