@@ -362,7 +362,12 @@ def _disk(mission: Mission) -> Iterable[Finding]:
 def _store(mission: Mission) -> Iterable[Finding]:
     if mission.job.offload.to is None:
         return ()
-    trial = _try_store(mission)
+    try:
+        trial = _try_store(mission)
+    except OffsiteError as error:
+        if error.curable and CheckpointDir(Path(mission.job.checkpoint.dir), Disk()).committed():
+            return (Finding(name="store", severity=Severity.WARN, message=str(error), hint=error.hint),)
+        raise
     checkpoint = _expected(mission)
     end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
     return (*judge_store(trial, mission.job, checkpoint), *end)

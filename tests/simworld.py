@@ -385,7 +385,8 @@ class SimWorld:
     def _save_here(self) -> None:
         assert self.attempt is not None
         assert self.step is not None
-        ref = Ref(self.attempt.lineage, self.step, self.attempt.number, f"{self.attempt.number:08x}")
+        unique = f"{self.attempt.lineage:04x}{self.attempt.number:04x}"
+        ref = Ref(self.attempt.lineage, self.step, self.attempt.number, unique)
         if ref not in {c.ref for c in self.dir.committed()}:
             self._save(ref)
 

@@ -51,7 +51,9 @@ def is_mended(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
 
 
 def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
-    return is_mended(kind, failed, seen) or ((not failed.final or kind in ASK_AGAIN) and seen.now >= retry_at(failed))
+    return is_mended(kind, failed, seen) or (
+        (not failed.final or failed.curable or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
+    )
 
 
 def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:

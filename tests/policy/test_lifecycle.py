@@ -534,6 +534,52 @@ def test_a_lease_that_the_store_refuses_ends_it_before_training():
     assert (4, "read-only; mount it") == (end.code, end.reason)
 
 
+@pytest.mark.parametrize(
+    ("local", "curable", "expected"),
+    [
+        pytest.param((), True, End(code=4, stop=True, keep=False, reason="expired; renew it"), id="a first start"),
+        pytest.param((CHECKPOINT,), True, None, id="a later life"),
+        pytest.param(
+            (CHECKPOINT,), False, End(code=4, stop=True, keep=True, reason="expired; renew it"), id="no such bucket"
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.SURVEY])
+def test_a_later_life_goes_on_where_a_first_start_is_refused(kind, local, curable, expected):
+    """
+    Expired credentials are said at once to whoever starts a run. A life that begins in the night has work on its
+    disk: it trains on, tells a person, and asks again every two minutes.
+    """
+    holds = LeaseState.UNKNOWN if kind is TaskKind.LEASE else LeaseState.HELD
+    subject = {TaskKind.LEASE: "of the run", TaskKind.SURVEY: "store"}[kind]
+    refused = Failed(
+        subject=subject, at=START, error="expired", hint="renew it", final=True, curable=curable, failures=1
+    )
+    seen = Observed(now=START, boot_id="b", life="l", local=local, lease=Lease(state=holds))
+    keeps = Running(subject="of the run", started_at=START)
+    seen = replace(seen, tasks={**DONE, TaskKind.LEASE: keeps, kind: refused}, preflight=Preflight(verdict=Verdict.GO))
+
+    action = decide(JOB, ACCEPTED, seen)
+
+    assert expected == action if expected else isinstance(action, Launch)
+
+
+@pytest.mark.parametrize(
+    ("local", "minutes", "expected"),
+    [((), 0, End), ((CHECKPOINT,), 0, Wait), ((CHECKPOINT,), 2, Begin), ((CHECKPOINT,), 30, End)],
+)
+def test_what_a_launch_needs_is_waited_for_half_an_hour_where_work_is_here(local, minutes, expected):
+    """
+    A newer checkpoint that the store does not hand out now is worth the wait; for ever it would be paid for in vain.
+    """
+    newer = replace(CHECKPOINT, ref=Ref(1, 200, 1, "1" * 8))
+    refused = Failed(subject=newer.ref.name, at=START, error="expired", final=True, curable=True, failures=1)
+    seen = Observed(now=at(minutes), boot_id="b", life="l", local=local, offsite=(newer,), ledger=())
+    seen = replace(seen, tasks={**DONE, TaskKind.RESTORE: refused}, preflight=Preflight(verdict=Verdict.GO))
+
+    assert isinstance(decide(JOB, ACCEPTED, seen), expected)
+
+
 @pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.UPLOAD, TaskKind.SURVEY])
 def test_a_store_that_refuses_while_it_trains_is_asked_again(kind):
     """
