@@ -283,8 +283,7 @@ class RealWorld:
     # -------------------------------------------------------------------------------- act
 
     def begin(self, kind: TaskKind, subject: str) -> None:
-        argv = (sys.executable, "-I", "-m", "runner.tasks", kind)
-        self._board.start(kind, subject, argv, self._arguments(subject), now=self._clock.now())
+        self._board.start(kind, subject, _argv(kind), self._arguments(subject), now=self._clock.now())
 
     def _arguments(self, subject: str) -> dict[str, Any]:
         setting = self._setting
@@ -354,9 +353,8 @@ class RealWorld:
             "run_dir": str(self._folder.root),
             "at": now.isoformat(timespec="seconds"),
         }
-        argv = (sys.executable, "-I", "-m", "runner.tasks", TaskKind.NOTIFY)
         arguments = {"names": list(setting.job.notify), "message": message}
-        self._board.start(TaskKind.NOTIFY, event, argv, arguments, now=now)
+        self._board.start(TaskKind.NOTIFY, event, _argv(TaskKind.NOTIFY), arguments, now=now)
 
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
@@ -466,10 +464,17 @@ class RealWorld:
     def wait(self) -> None:
         """A tick, whatever `Wait.until` names: that is asked again at each of them."""
         shim = self._sight.shim()
+        if shim and (self._job.offload.to or "").startswith("s3:"):
+            with suppress(OSError):  # no memory for it, or no room for its log: then an upload starts as others do
+                self._board.prepare(TaskKind.UPLOAD, _argv(TaskKind.UPLOAD, "s3"))
         self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim, children=self._board.pids())
 
     def wake(self) -> None:
         self._alarm.ring()
+
+
+def _argv(kind: TaskKind, *ahead: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-m", "runner.tasks", kind, *ahead)
 
 
 # ------------------------------------------------------------------------------ who we are

@@ -2,12 +2,15 @@
 Slow work, each piece a process of its own: started, then observed. One at a time per kind.
 
 A task reads its arguments as JSON from standard input and writes JSON lines to standard
-output; the last one says how it ended. It may be killed at any moment.
+output; the last one says how it ended. It may be killed at any moment. One that must begin at
+once is started ahead: it waits for its arguments, and ends when they cannot come any more.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from runner.facts import Failed, Finished, Running, TaskKind, TaskState
 from runner.supervise import process
@@ -41,6 +44,7 @@ class TaskBoard:
         self._folder = folder
         self._marker = run_marker
         self._tasks: dict[TaskKind, _Task] = {}
+        self._ready: dict[TaskKind, _Ready] = {}
         self._states: dict[TaskKind, TaskState] = {}
         self._failures: dict[tuple[TaskKind, str], Failed] = {}
 
@@ -54,19 +58,43 @@ class TaskBoard:
     ) -> None:
         """Start a task, with the supervisor's environment. None of its kind may be running."""
         assert kind not in self._tasks, f"a {kind} task is running"
+        raw, ready = json.dumps(arguments).encode(), self._ready.pop(kind, None)
+        if ready is not None and ready.begin(raw):
+            task = ready.task
+        else:
+            with tempfile.TemporaryFile() as stdin:
+                stdin.write(raw)
+                stdin.seek(0)
+                task = self._spawn(kind, argv, stdin)
+        self._tasks[kind] = task
+        self._states[kind] = Running(subject=subject, started_at=now)
+
+    def prepare(self, kind: TaskKind, argv: Sequence[str]) -> None:
+        """
+        Have the next task of this kind started already, so that it only needs its arguments; nothing happens if it is, or
+        while one runs. One that dies ahead of its time is not started again: `start` does without.
+        """
+        if kind in self._tasks or kind in self._ready:
+            return
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reader, "rb") as stdin:
+            try:
+                task = self._spawn(kind, argv, stdin)
+            except BaseException:
+                os.close(writer)
+                raise
+        self._ready[kind] = _Ready(task, writer)
+
+    def _spawn(self, kind: TaskKind, argv: Sequence[str], stdin: IO[bytes]) -> _Task:
         self._folder.mkdir(parents=True, exist_ok=True)
         out, err = self._folder / f"{kind}.jsonl", self._folder / f"{kind}.err"
         env = {**os.environ, Env.RUN: self._marker, Env.ROLE: _ROLE}
-        with tempfile.TemporaryFile() as stdin, _appending(out) as stdout, _appending(err) as stderr:
-            stdin.write(json.dumps(arguments).encode())
-            stdin.seek(0)
+        with _appending(out) as stdout, _appending(err) as stderr:
             begin, begin_err = stdout.tell(), stderr.tell()
             popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr)
         with suppress(OSError):  # gone already
             os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
-        running = Running(subject=subject, started_at=now)
-        self._tasks[kind] = _Task(popen, _Lines(out, begin), err, begin_err)
-        self._states[kind] = running
+        return _Task(popen, _Lines(out, begin), err, begin_err)
 
     def states(self, now: datetime) -> Mapping[TaskKind, TaskState]:
         """Look at every task; return what runs and how the last of each kind ended."""
@@ -82,14 +110,14 @@ class TaskBoard:
         return tuple(task.popen.pid for task in self._tasks.values())
 
     def end(self, kind: TaskKind) -> None:
-        """End a running task and forget it; nothing happens if there is none."""
+        """End a running task and forget it, and one that is ready for its turn; nothing happens if there is none."""
+        if ready := self._ready.pop(kind, None):
+            ready.dismiss()
         task = self._tasks.pop(kind, None)
         if task is None:
             return
         self._states.pop(kind, None)
-        task.kill()
-        with suppress(subprocess.TimeoutExpired):
-            task.popen.wait(_KILLED_S)
+        task.end()
 
     def wait(self, kind: TaskKind, *, timeout_s: float) -> None:
         """Wait for a running task, but not longer."""
@@ -107,7 +135,8 @@ class TaskBoard:
 
     def kill_leftovers(self) -> tuple[int, ...]:
         """End tasks of this run that an earlier runner started; return the pids that would not go."""
-        mine = {task.popen.pid for task in self._tasks.values()}
+        known = (*self._tasks.values(), *(ready.task for ready in self._ready.values()))
+        mine = {task.popen.pid for task in known}
 
         def look() -> tuple[process.Process, ...]:
             found = process.find(Env.RUN, self._marker)
@@ -165,11 +194,41 @@ class _Task:
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_KILLED_S)
+
     def error_tail(self) -> str:
         size = self.err.stat().st_size
         with self.err.open("rb") as file:
             file.seek(max(self.err_begin, size - _TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A task that waits for its arguments. When the last writer of its pipe is gone, as it is when we die, it ends."""
+
+    task: _Task
+    writer: int
+
+    def begin(self, arguments: bytes) -> bool:
+        """False: it died, is stuck, or they are too much for a pipe that nobody may be reading; it is gone then."""
+        try:
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, max(len(arguments), mmap.PAGESIZE))
+            os.set_blocking(self.writer, False)
+            is_told = self.task.popen.poll() is None and os.write(self.writer, arguments) == len(arguments)
+        except OSError:
+            is_told = False
+        if not is_told:
+            self.task.kill()  # before it reads the end of what came
+        os.close(self.writer)
+        return is_told
+
+    def dismiss(self) -> None:
+        os.close(self.writer)
+        self.task.end()
 
 
 @dataclass(slots=True)

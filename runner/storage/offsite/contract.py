@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from runner.errors import StoreError
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
@@ -21,8 +21,40 @@ PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refus
 PROBED: Final = timedelta(hours=1)  # what is older was left by a look that was killed
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
 Block = bytes | memoryview
+Addressing = Literal["auto", "path", "virtual"]
 
 BLOCK_BYTES: Final = 1 << 20  # of a file or an object that goes by; a chunk is a whole number of them
+
+
+class Where(Protocol):
+    """What `offload` of a job says of a store: where it is, and how it is spoken to."""
+
+    @property
+    def to(self) -> str | None: ...
+    @property
+    def endpoint(self) -> str | None: ...
+    @property
+    def region(self) -> str | None: ...
+    @property
+    def addressing(self) -> Addressing: ...
+    @property
+    def max_bandwidth(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The same without the models of a job, which a process that only moves bytes need not import."""
+
+    to: str | None
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Addressing = "auto"
+    max_bandwidth: int | None = None
+
+
+def parse_place(offload: Mapping[str, Any]) -> Place:
+    """Of `offload` as it was checked and dumped."""
+    return Place(**{name: offload[name] for name in Place.__slots__ if name in offload})
 
 
 class OffsiteError(StoreError):

@@ -194,8 +194,6 @@ def upload(  # noqa: PLR0913, PLR0917  # called once
     raw, key = (directory.path(ref) / MANIFEST).read_bytes(), f"{job}/checkpoints/{ref.name}/{MANIFEST}"
     store.put(key, raw) if ref.name in unusable else _put_manifest(store, key, manifest, raw)
     _eventually(lambda: _not_found(store, job, ref))
-    with suppress(OffsiteError):  # the checkpoint is there; the next one, or the end of the run, comes by again
-        sweep(store, job)
     return sender.copied_bytes
 
 
@@ -268,14 +266,19 @@ class _Sender:
         return done
 
     def _found(self) -> dict[_Content, str]:
-        """Contents of the whole checkpoints in the store, the newest last, by their manifests."""
+        """Contents of the checkpoints in the store that came last, by their manifests."""
         with self._lock:
             if self._there is None:
                 self._there = {}
-                there = [c for c in survey(self._store, self._job).checkpoints if c.ref.name not in self._unusable]
-                for checkpoint in there[-_NUM_ORIGINS:]:
-                    with suppress(OffsiteError):  # gone or spoilt since: then less is copied, and more is sent
-                        whole = read_manifest(self._store, self._job, checkpoint.ref.name)
+                listed = _list_checkpoints(self._store, self._job)
+                came = sorted(
+                    (found[MANIFEST].modified_at, name)
+                    for name, found in listed.items()
+                    if MANIFEST in found and name not in self._unusable
+                )
+                for _, name in came[-_NUM_ORIGINS:]:
+                    with suppress(OffsiteError):  # gone or spoilt: then less is copied, and more is sent
+                        whole = read_manifest(self._store, self._job, name)
                         self._there |= {_content(s): _key(self._job, whole.ref, s) for s in whole.shards}
             return self._there
 

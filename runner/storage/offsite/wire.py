@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 from urllib.parse import urlsplit
 
 import botocore.session
@@ -40,12 +41,12 @@ from botocore.exceptions import (
     SSLError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
+from botocore.loaders import Loader
 from urllib3.exceptions import (
     HTTPError as BrokenAnswer,
 )  # botocore lets it through where the body of a refusal breaks off
 
-from runner.job import OffloadPolicy
-from runner.storage.offsite.contract import PROBE, Block, OffsiteError, other_bytes
+from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -99,7 +100,7 @@ _MAX_SAID: Final = 300
 
 
 def connect(
-    offload: OffloadPolicy, env: Mapping[str, str], *, num_connections: int, pace: Pace, timeouts_s: tuple[float, float]
+    offload: Where, env: Mapping[str, str], *, num_connections: int, pace: Pace, timeouts_s: tuple[float, float]
 ) -> S3Client:
     """
     A client with time limits and bounded retries.
@@ -109,6 +110,7 @@ def connect(
     profile of the AWS configuration files does.
     """
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     profile = _profile(session)
     endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or profile.endpoint
     region = offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or profile.region
@@ -143,15 +145,26 @@ def connect(
     return cast("S3Client", client)
 
 
+class _Loader(Loader):
+    """Botocore's own looks into the folders of all its four hundred services for the name of one; and each session has another."""
+
+    def list_available_services(self, type_name: str) -> list[str]:
+        del type_name
+        return [name for folder in self.search_paths if Path(folder).is_dir() for name in os.listdir(folder)]  # noqa: PTH208  # names only
+
+
+@cache
+def _loader(more: str | None) -> _Loader:
+    """What one client has read from botocore's files, the next one need not."""
+    return _Loader(extra_search_paths=more.split(os.pathsep) if more else None)
+
+
 def _damaged_on_its_way(response: Any, attempts: int, request_dict: Any, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
     """Seconds to wait before a request is sent again that the server refused for its bytes; botocore takes that for our fault."""
     code = response[1].get("Error", {}).get("Code") if response else None
     if code not in _DAMAGED or attempts >= MAX_ATTEMPTS or PROBE in request_dict["url_path"]:
         return None
     return 0.2 * attempts
-
-
-Addressing = Literal["auto", "path", "virtual"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +189,7 @@ def _profile(session: botocore.session.Session) -> _Profile:
     )
 
 
-def _addressing(offload: OffloadPolicy, endpoint: str, profile: _Profile) -> Addressing:
+def _addressing(offload: Where, endpoint: str, profile: _Profile) -> Addressing:
     """Every server but AWS understands the bucket in the path; AWS wants it in the host's name."""
     if offload.addressing != "auto":
         return offload.addressing
