@@ -59,6 +59,7 @@ from runner.policy.actions import (
     Notify,
     Prune,
     RecordExit,
+    Refused,
     SetAside,
     TrimLogs,
     Wait,
@@ -163,9 +164,11 @@ def _seconds(text: str) -> float | None:
 # ---------------------------------------------------------------------------------- actions
 
 
-def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line an action
+def describe(action: Action | Refused) -> str:  # noqa: C901, PLR0911, PLR0912  # one line an action
     """The action in one line; empty for waiting, which is not worth one."""
     match action:
+        case Refused(action=what, error=error):
+            return f"{describe(what) or type(what).__name__.lower()}: that could not be done: {error}; training goes on, it is tried again"
         case Accept():
             return "accept the job"
         case Begin(kind=TaskKind.SURVEY):

@@ -197,3 +197,11 @@ Action = (
     | Leave
     | Wait
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing that is decided: what this machine refused to do while an attempt lives. It is tried again."""
+
+    action: Action
+    error: str

@@ -126,7 +126,7 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         if seen.damaged:  # evidence, and large: a checkpoint that can be used is worth more
             return Discard(seen.damaged[0])
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
-        if cramped.remove:
+        if cramped.remove and has_room(seen, without=cramped.remove[0]):
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
     return None if seen.divergence else _tidy_store(job, seen)
 
@@ -156,12 +156,17 @@ def _subject(state: TaskState) -> str:
     return state.subject if isinstance(state, Running) else ""
 
 
-def has_room(seen: Observed) -> bool:
-    """Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less."""
+def has_room(seen: Observed, *, without: Ref | None = None) -> bool:
+    """
+    Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less.
+
+    Where it would not fit `without` that one either, removing it is a loss and no help.
+    """
     if seen.free_bytes is None or not seen.local:
         return True
     largest = max(c.size_bytes for c in seen.local)
-    return seen.free_bytes >= largest + largest // 20 + SPARE_BYTES
+    spare = sum(c.size_bytes for c in seen.local if c.ref == without)
+    return seen.free_bytes + spare >= largest + largest // 20 + SPARE_BYTES
 
 
 def _copy_outputs(job: Job, seen: Observed) -> Action | None:

@@ -289,6 +289,17 @@ class Journal:
         self.history = fold(self.history, event)
         return self.history
 
+    def note(self, event: Event) -> History:
+        """
+        The same where the act is right whether or not it is written down: a disk that takes no line must not keep a
+        person from being told, nor an attempt from being asked to leave. Then it is known in this life only.
+        """
+        try:
+            return self.append(event)
+        except OSError:
+            self.history = fold(self.history, event)
+            return self.history
+
     def _append(self, event: Event) -> None:
         new = not self._path.exists()
         if not new and not _ends_with_newline(self._path):

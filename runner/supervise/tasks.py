@@ -3,7 +3,8 @@ Slow work, each piece a process of its own: started, then observed. One at a tim
 
 A task reads its arguments as JSON from standard input and writes JSON lines to standard
 output; the last one says how it ended. It may be killed at any moment. One that must begin at
-once is started ahead: it waits for its arguments, and ends when they cannot come any more.
+once is started ahead: it waits for its arguments, and ends when they cannot come any more. What it
+prints goes through memory, and from there into its log: a full disk must not keep a copy from leaving it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import mmap
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 from runner.facts import Failed, Finished, Running, TaskKind, TaskState
 from runner.supervise import process
@@ -62,7 +62,7 @@ class TaskBoard:
         if ready is not None and ready.begin(raw):
             task = ready.task
         else:
-            with tempfile.TemporaryFile() as stdin:
+            with _in_memory() as stdin:
                 stdin.write(raw)
                 stdin.seek(0)
                 task = self._spawn(kind, argv, stdin)
@@ -86,15 +86,12 @@ class TaskBoard:
         self._ready[kind] = _Ready(task, writer)
 
     def _spawn(self, kind: TaskKind, argv: Sequence[str], stdin: IO[bytes]) -> _Task:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        out, err = self._folder / f"{kind}.jsonl", self._folder / f"{kind}.err"
+        out, err = _Stream(self._folder / f"{kind}.jsonl"), _Stream(self._folder / f"{kind}.err")
         env = {**os.environ, Env.RUN: self._marker, Env.ROLE: _ROLE}
-        with _appending(out) as stdout, _appending(err) as stderr:
-            begin, begin_err = stdout.tell(), stderr.tell()
-            popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr)
+        popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=out.memory, stderr=err.memory)
         with suppress(OSError):  # gone already
             os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
-        return _Task(popen, _Lines(out, begin), err, begin_err)
+        return _Task(popen, out, err)
 
     def states(self, now: datetime) -> Mapping[TaskKind, TaskState]:
         """Look at every task; return what runs and how the last of each kind ended."""
@@ -148,7 +145,8 @@ class TaskBoard:
         task, state = self._tasks[kind], self._states[kind]
         assert isinstance(state, Running)
         code = task.popen.poll()  # before its lines are read: what it wrote last is there then
-        for line in task.lines.read():
+        task.err.copy()
+        for line in _objects(task.out.copy()):
             task.last = line if {"result", "error"} & line.keys() else task.last
             state = _progressed(state, line, now)
             if "told" in line:
@@ -159,6 +157,7 @@ class TaskBoard:
         task.kill()  # what it started goes with it
         del self._tasks[kind]
         self._states[kind] = self._conclude(kind, task, state.subject, code, now)
+        task.close()
 
     def _conclude(self, kind: TaskKind, task: _Task, subject: str, code: int, now: datetime) -> TaskState:
         if "result" in task.last:
@@ -185,9 +184,8 @@ class TaskBoard:
 @dataclass(slots=True)
 class _Task:
     popen: subprocess.Popen[bytes]
-    lines: _Lines
-    err: Path
-    err_begin: int
+    out: _Stream
+    err: _Stream
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def kill(self) -> None:
@@ -198,12 +196,15 @@ class _Task:
         self.kill()
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(_KILLED_S)
+        self.close()
+
+    def close(self) -> None:
+        for stream in (self.out, self.err):
+            stream.copy()
+            stream.memory.close()
 
     def error_tail(self) -> str:
-        size = self.err.stat().st_size
-        with self.err.open("rb") as file:
-            file.seek(max(self.err_begin, size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+        return self.err.tail(_TAIL_BYTES).decode(errors="replace").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class _Ready:
         except OSError:
             is_told = False
         if not is_told:
-            self.task.kill()  # before it reads the end of what came
+            self.task.end()  # before it reads the end of what came
         os.close(self.writer)
         return is_told
 
@@ -231,24 +232,43 @@ class _Ready:
         self.task.end()
 
 
-@dataclass(slots=True)
-class _Lines:
-    """JSON objects that were added to a file since the last look. A torn last line waits."""
+class _Stream:
+    """What a task prints: in memory, and copied into its log as far as the disk takes it. A torn last line waits."""
 
-    path: Path
-    offset: int
+    def __init__(self, log: Path) -> None:
+        self.memory = _in_memory()
+        self._log = log
+        self._copied = 0
 
-    def read(self) -> Iterator[Mapping[str, Any]]:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            raw = file.read()
+    def copy(self) -> bytes:
+        """Return the whole lines that are new."""
+        raw = self._read(self._copied)
         whole = raw[: raw.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):  # something that a library printed
-                fields = json.loads(line)
-                if isinstance(fields, dict):
-                    yield fields
+        self._copied += len(whole)
+        if whole:
+            with suppress(OSError), _appending(self._log) as log:
+                log.write(whole)
+        return whole
+
+    def tail(self, num_bytes: int) -> bytes:
+        return self._read(max(0, os.fstat(self.memory.fileno()).st_size - num_bytes))
+
+    def _read(self, begin: int) -> bytes:
+        """The task writes where the shared position is, so that is not moved."""
+        fd = self.memory.fileno()
+        return os.pread(fd, os.fstat(fd).st_size - begin, begin)
+
+
+def _objects(lines: bytes) -> Iterator[Mapping[str, Any]]:
+    for line in lines.splitlines():
+        with suppress(ValueError):  # something that a library printed
+            fields = json.loads(line)
+            if isinstance(fields, dict):
+                yield fields
+
+
+def _in_memory() -> BinaryIO:
+    return os.fdopen(os.memfd_create("task"), "w+b", buffering=0)
 
 
 def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Running:
@@ -276,8 +296,9 @@ def _in_session(pid: int, leaders: set[int]) -> bool:
     return False
 
 
-def _appending(path: Path) -> Any:  # noqa: ANN401  # a binary file
+def _appending(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if path.stat().st_size > _LOG_BYTES:
             path.replace(path.with_name(f"{path.name}.1"))
-    return path.open("ab")
+    return path.open("ab", buffering=0)

@@ -1146,13 +1146,15 @@ def test_nothing_is_launched_onto_a_full_disk():
 
     full = decide(HERE_ONLY, history, seen)
     roomy = decide(HERE_ONLY, history, replace(seen, free_bytes=10**6))
-    crowded = decide(HERE_ONLY, history, replace(seen, local=two))
+    crowded = decide(HERE_ONLY, history, replace(seen, local=two, free_bytes=10**8))
+    helpless = decide(HERE_ONLY, history, replace(seen, local=two))
     after = decide(HERE_ONLY, replace(history, attempts=(died,)), replace(seen, local=two[1:], free_bytes=10**6))
 
     assert (3, "the disk of this run is full: 0.0 MB are free") == (full.code, full.reason.partition(";")[0])
     assert "free some space there" in full.reason
     assert isinstance(roomy, Launch)
     assert isinstance(crowded, Prune)
+    assert 3 == helpless.code, "where one more does not fit without the older one either, both stay"
     assert (3, "the disk of this run is full: 1.0 MB are free") == (after.code, after.reason.partition(";")[0])
 
 

@@ -47,6 +47,23 @@ def test_a_result_ends_a_task(board):
     assert Finished(subject="step-1", at=NOW, result={"twice": 42}) == ended(board)
 
 
+@pytest.mark.parametrize("trouble", ["full", "no folder"])
+def test_a_result_comes_back_where_no_log_can_be_written(board, tmp_path, trouble):
+    """
+    What takes copies off a full disk must not end for want of room on it.
+    """
+    if trouble == "full":
+        (tmp_path / "tasks").mkdir()
+        for name in ("upload.jsonl", "upload.err"):
+            (tmp_path / "tasks" / name).symlink_to("/dev/full")
+    else:
+        (tmp_path / "tasks").touch()
+
+    start(board, "say(progress=0.5); print('why', file=sys.stderr); say(result={'n': 1})")
+
+    assert Finished(subject="step-1", at=NOW, result={"n": 1}) == ended(board)
+
+
 def test_progress_is_seen_while_it_runs(board):
     """
     The newest progress line counts; what libraries print in between does not.
@@ -195,7 +212,7 @@ def prepare(board, code=AHEAD):
     """Start a task ahead, and return its pid when it has come to life."""
     board.prepare(TaskKind.UPLOAD, (sys.executable, "-I", "-c", code))
     task = board._ready[TaskKind.UPLOAD].task
-    until(lambda: task.lines.path.stat().st_size > task.lines.offset)
+    until(lambda: task.out.tail(1))
     return task.popen.pid
 
 
