@@ -115,7 +115,7 @@ class Guardian:
             log(f"deadline {_show(mine.deadline_at)}, armed at the first boot; {_name(mine.rented)}")
             return mine
         armed = arm(now=datetime.now(UTC), rented=found, keep=str(self._workspace))
-        log(f"deadline {_show(armed.deadline_at)}, until job.yaml sets one; {_name(found)}")
+        log(f"deadline {_show(armed.deadline_at)} unless job.yaml says another; {_name(found)}")
         return armed
 
     def _read_armed(self) -> Armed | None:
@@ -486,7 +486,7 @@ def _progress(server: Server, answer: Answer) -> str:
 
 
 def _show(moment: datetime) -> str:
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    return f"{moment.astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def _show_exit(code: int | None) -> str:
@@ -510,7 +510,7 @@ def _cost(server: Server, answer: Answer) -> str:
 
 
 def _name(server: Server | None) -> str:
-    return f"this is server {server.id} of {server.provider}" if server else "not a rented server: nothing to stop"
+    return f"server {server.id} ({server.provider})" if server else "no rented server"
 
 
 def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:

@@ -599,7 +599,7 @@ def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> lis
         f"on {where}; {machine}",
         f"run folder {around.run_dir}",
         f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; {copies}",
-        f"set in every attempt, unless it is set: {' '.join(f'{name}={value}' for name, value in PREVENTION.items())}",
+        f"{len(PREVENTION)} variables are set in every attempt, unless you set them: {', '.join(list(PREVENTION)[:2])}, … (docs/preflight.md)",
         f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
 
@@ -616,9 +616,9 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
         missed = "what does not fit stays on this disk"
     who = "" if get_framework(job).uses_library else " (where the script makes one at SIGTERM)"
     if job.offload.to is None:
-        return f"the end takes a last save{who}, no copy; {kept} is kept for it before the limit"
+        return f"{kept} is kept before the limit for a last save{who}, without a copy"
     if not seen.last_upload_s or not seen.local:
-        return f"the end takes a last save{who} and its upload, which are timed with the first; {kept} is kept for them before the limit; {missed}"
+        return f"{kept} is kept before the limit for a last save{who} and its upload; {missed}"
     seconds, largest = seen.last_save_s + seen.last_upload_s, max(c.size_bytes for c in seen.local)
     price = Decimal(server.price_per_hour) * Decimal(seconds) / 3600 if server and server.price_per_hour else None
     money = "" if price is None or server is None else f", {price:.2f} {server.currency}"
