@@ -267,3 +267,4 @@ def test_who_waits_for_work_ends_with_whoever_would_give_it(board, marker):
     os.close(orphan.writer)  # as the kernel does
 
     assert 0 == orphan.task.popen.wait(20)
+    orphan.task.close()
