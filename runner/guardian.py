@@ -29,6 +29,7 @@ if __package__ in {None, ""}:  # started by its path under -I: last, so that it 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyrings, with_each
 from runner.adapters.providers.http import make_send
+from runner.errors import JobError, LeftError, LimitError, LockedError, RunnerError
 from runner.facts import Server, ServerState
 from runner.policy.guard import (
     MAX_DEATHS,
@@ -60,11 +61,9 @@ ACCEPTED: Final = "RUNNER_ACCEPTED"  # run folder of the runner that died: its j
 MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner starts
 
 WAITS: Final = Waits()
-UNEXPECTED: Final = 1
-USAGE: Final = 2  # without a last word: said before there was a job, and it would be said again
-LOCKED: Final = 5
-LIMIT_REACHED: Final = 7
-LEFT: Final = 75
+UNEXPECTED: Final = RunnerError.exit_code
+USAGE: Final = JobError.exit_code  # without a last word: said before there was a job, and it would be said again
+LEFT: Final = LeftError.exit_code
 
 LINE_LIMIT: Final = 1 << 16
 
@@ -96,7 +95,7 @@ class Guardian:
             log(f"a fault of the guardian: {error!r}")
             end = End(code=UNEXPECTED, stop=not self._leaving, keep=self._armed.keep, reason="a fault of the guardian")
         server = self._armed.rented
-        if server is None or (end.code == LOCKED and not end.stop):
+        if server is None or (end.code == LockedError.exit_code and not end.stop):
             return end.code
         if not end.stop:
             end = self._stay(end)
@@ -249,7 +248,7 @@ class Guardian:
         if left := end_all(self._find_run, timeout_s=10.0):
             log(f"{len(left)} processes of the run hang in the kernel")
         self._reap()
-        return End(code=LIMIT_REACHED, stop=True, keep=self._armed.keep, reason="deadline")
+        return End(code=LimitError.exit_code, stop=True, keep=self._armed.keep, reason="deadline")
 
     def _find_run(self) -> tuple[Process, ...]:
         """Whatever this guardian's runner started, and what carries the run's mark from an earlier life."""
@@ -353,7 +352,7 @@ class Guardian:
 
     def _keep(self, end: End) -> Keep:
         """At the deadline the server stops even if its folder cannot be saved."""
-        limit = end.code == LIMIT_REACHED and self._armed.stop_anyway
+        limit = end.code == LimitError.exit_code and self._armed.stop_anyway
         return Keep(end.keep, stop_anyway=limit or self._is_due())
 
     # ---------------------------------------------------------------------------- sleep
