@@ -266,13 +266,16 @@ def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.keeper import expect_ours
+
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
     publishing = _publishing(store, arguments)
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
         published = beside.submit(publishing.publish_files, logs=False)
-        copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"])
+        ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
+        copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
         took = time.monotonic() - started
         published.result()
         swept = beside.submit(transfer.sweep, store, arguments["job"])
@@ -461,7 +464,7 @@ def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
     abilities = parse_abilities(arguments.get("abilities"))
-    return open_store(parse_place(arguments["offload"]), with_store_keys(os.environ), abilities, timeouts_s=timeouts_s)
+    return open_store(parse_place(arguments["place"]), with_store_keys(os.environ), abilities, timeouts_s=timeouts_s)
 
 
 def _open_at(address: str, arguments: Arguments) -> Store:

@@ -48,6 +48,7 @@ from runner.results import Checked, LeaseView, StoreView, dump_conclusion
 from runner.sight import AttemptSight, HangWatch, Logs, Saves
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
+from runner.storage.offsite import dump_place
 from runner.storage.offsite.staging import is_staged
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
@@ -296,6 +297,7 @@ class RealWorld:
             "config_dir": str(setting.config_dir),
             "python": setting.python,
             "offload": setting.job.offload.model_dump(mode="json"),
+            "place": dump_place(setting.job.offload),
             "abilities": self._store.abilities,
             "unusable": sorted(self._store.unusable(self._history.unusable)),
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,

@@ -5,11 +5,13 @@ import os
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import pytest
 
 from runner.job import OffloadPolicy
+from runner.keeper import LEASE, expect_ours
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite import OffsiteError, open_store, transfer
@@ -64,6 +66,21 @@ def test_a_survey_knows_what_the_disk_knew(store, directory):
 
     assert directory.committed() == found.checkpoints
     assert ((), None) == (found.unusable, found.outcome)
+
+
+def test_nobody_commits_to_a_run_that_is_anothers_by_now(store, directory):
+    """
+    A machine that was suspended in the middle of an upload goes on with it when it wakes, before it looks at the clock.
+    """
+    manifest = commit(directory)
+    store.put(f"job/{LEASE}", json.dumps({"holder": "b", "life": "l", "fence": 2, "who": "machine b"}).encode())
+
+    with pytest.raises(OffsiteError, match="another runner has this run by now: machine b") as caught:
+        transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "a"))
+    before = steps(store)
+    transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "b"))
+
+    assert (False, [], [500]) == (caught.value.final, before, steps(store))
 
 
 def test_an_upload_is_safe_to_repeat(store, directory):

@@ -16,6 +16,7 @@ from runner.storage.offsite.contract import (
     OffsiteError,
     Store,
     Where,
+    dump_place,
     parse_abilities,
     parse_place,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Checksums",
     "OffsiteError",
     "Store",
+    "dump_place",
     "open_store",
     "parse_abilities",
     "parse_place",

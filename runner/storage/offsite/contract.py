@@ -52,9 +52,13 @@ class Place:
     max_bandwidth: int | None = None
 
 
-def parse_place(offload: Mapping[str, Any]) -> Place:
-    """Of `offload` as it was checked and dumped."""
-    return Place(**{name: offload[name] for name in Place.__slots__ if name in offload})
+def dump_place(where: Where) -> dict[str, Any]:
+    """`parse_place` reads it. Not as job.yaml is dumped, where a size is text."""
+    return {name: getattr(where, name) for name in Place.__slots__}
+
+
+def parse_place(fields: Mapping[str, Any]) -> Place:
+    return Place(**{name: fields[name] for name in Place.__slots__ if name in fields})
 
 
 class OffsiteError(StoreError):

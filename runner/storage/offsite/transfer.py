@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
+from operator import call
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -175,10 +176,18 @@ def _expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
 
 
 def upload(  # noqa: PLR0913, PLR0917  # called once
-    store: Store, job: str, directory: CheckpointDir, ref: Ref, progress: Progress, unusable: Collection[str] = ()
+    store: Store,
+    job: str,
+    directory: CheckpointDir,
+    ref: Ref,
+    progress: Progress,
+    unusable: Collection[str] = (),
+    expect_ours: Callable[[], None] = lambda: None,
 ) -> int:
     """
     Bring a committed checkpoint into the store; when this returns the store has confirmed all of it.
+
+    `expect_ours` raises if the run is another's by now; it is asked when only the manifest is left to be written.
 
     What is known as `unusable` there may be so in spite of what the store says of it: it is read back, before
     and after it is sent anew, and no other is copied from it.
@@ -190,7 +199,8 @@ def upload(  # noqa: PLR0913, PLR0917  # called once
     manifest = directory.manifest(ref)
     sender = _Sender(store, job, manifest, directory.path(ref), Meter(manifest.size_bytes, progress), unusable)
     sender.send()
-    _eventually(lambda: _not_listed(store, job, manifest))
+    looks: list[Callable[[], None]] = [expect_ours, lambda: _eventually(lambda: _not_listed(store, job, manifest))]
+    in_parallel(call, looks, len(looks))
     raw, key = (directory.path(ref) / MANIFEST).read_bytes(), f"{job}/checkpoints/{ref.name}/{MANIFEST}"
     store.put(key, raw) if ref.name in unusable else _put_manifest(store, key, manifest, raw)
     _eventually(lambda: _not_found(store, job, ref))
