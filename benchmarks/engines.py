@@ -77,6 +77,16 @@ class Engine:
         pass
 
 
+class Nothing:
+    """What calling an engine costs at least."""
+
+    def guard(self):
+        pass
+
+    def step(self):
+        pass
+
+
 class Ours(Engine):
     name = "vramfarm"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from raw import PIECE, direct, huge, put
 
-DEPTHS = (1, 4)  # pieces in flight
+WAYS = ((1, PIECE), (4, PIECE), (1, 256 << 20))  # pieces in flight, and their size
 
 
 class Limits:
@@ -53,8 +53,8 @@ class Limits:
         return self._timed(lambda: torch._foreach_copy_(self._host, self._tensors, non_blocking=True))
 
     def write(self):
-        """Seconds of a direct, fsynced write into a new file, with the number of pieces in flight that is best here."""
-        return min(self._write_once(depth) for depth in ([self._best()] if self._write_s else DEPTHS))
+        """Seconds of a direct, fsynced write into a new file, in the way that is best here."""
+        return min(self._write_once(way) for way in ([self._best()] if self._write_s else WAYS))
 
     def start_writing(self):
         """The same on a thread, for a training that goes on beside it. Return what says how long it took, None until then."""
@@ -63,7 +63,7 @@ class Limits:
 
         def work():
             started = time.perf_counter()
-            self._write_all(self._best())
+            self._write_all(*self._best())
             found.append((time.perf_counter() - started) * self.whole_bytes / self.size_bytes)
 
         threading.Thread(target=work, daemon=True).start()
@@ -87,10 +87,10 @@ class Limits:
     def _best(self):
         return min(self._write_s, key=self._write_s.get)
 
-    def _write_once(self, depth):
+    def _write_once(self, way):
         self._make_room()
-        took = self._timed(lambda: self._write_all(depth))
-        self._write_s.setdefault(depth, took)
+        took = self._timed(lambda: self._write_all(*way))
+        self._write_s.setdefault(way, took)
         return took
 
     def _make_room(self):
@@ -108,13 +108,10 @@ class Limits:
         self._barrier()
         return (time.perf_counter() - started) * self.whole_bytes / self.size_bytes
 
-    def _write_all(self, depth):
+    def _write_all(self, depth, piece):
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | self._direct, 0o600)
         os.posix_fallocate(fd, 0, self._padded)
-        self._each(depth, lambda at: put(fd, self._view[at : at + PIECE], at))
+        with ThreadPoolExecutor(depth) as pool:
+            list(pool.map(lambda at: put(fd, self._view[at : at + piece], at), range(0, self._padded, piece)))
         os.fsync(fd)
         os.close(fd)
-
-    def _each(self, depth, act):
-        with ThreadPoolExecutor(depth) as pool:
-            list(pool.map(act, range(0, self._padded, PIECE)))

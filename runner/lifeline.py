@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
-from runner.errors import LeftError
 from runner.facts import Server
+
+ORPHANED: Final = 75
 
 
 class Lifeline:
@@ -55,4 +56,4 @@ class Lifeline:
         with suppress(OSError):
             while wire.recv(4096):
                 pass
-        os._exit(LeftError.exit_code)
+        os._exit(ORPHANED)

@@ -7,11 +7,14 @@ that is not there is refused.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from vramfarm import memory, protocol, writing
@@ -32,18 +35,22 @@ class Staging:
 
 @dataclass(frozen=True)
 class Populating:
-    """An announced arena that is given its pages: a second for each 2 GB, on a thread of its own."""
+    """An announced arena that is given its pages, on a thread that takes what processor time nobody else wants."""
 
     arena: tuple[int, int, int]
     job: Future[memoryview]
 
 
 class Arenas:
-    """What the ranks of one page are and have staged. `pool` has a thread for each."""
+    """
+    What the ranks of one page are and have staged. `pool` has a thread for each, which gets ready what is to write it to `directory`.
+    """
 
-    def __init__(self, page: ControlPage, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, page: ControlPage, pool: ThreadPoolExecutor, directory: Path) -> None:
         self._page = page
+        self._directory = directory
         self._pool = pool
+        self._pages = ThreadPoolExecutor(max_workers=page.num_ranks, initializer=_be_idle)
         self._stagings: dict[int, Staging] = {}
         self._populating: dict[int, Populating] = {}
         self._alive: dict[int, bool] = {}
@@ -113,7 +120,8 @@ class Arenas:
         if running is None or running.arena != arena:
             if not self._populating:
                 self._free_bytes = memory.available_bytes()
-            self._populating[rank] = Populating(arena, self._pool.submit(self._take_pages, arena))
+            self._populating[rank] = Populating(arena, self._pages.submit(self._take_pages, arena))
+            self._pool.submit(writing.prepare, self._page.num_ranks)
             return
         if not running.job.done():
             return
@@ -121,11 +129,18 @@ class Arenas:
         try:
             self._stagings[rank] = Staging(owner, running.job.result())
             self._page.put(rank, Slot.ARENA_STATE, Arena.MAPPED)
+            self._pool.submit(self._introduce, rank)
         except (OSError, ValueError) as error:
             why = f"rank {rank}: no staging memory: {error}"
             self._page.set_error(why)
             say(why)
             self._page.put(rank, Slot.ARENA_STATE, Arena.NONE)
+
+    def _introduce(self, rank: int) -> None:
+        """As long as nobody has a use for the memory."""
+        get, staging = self._page.get, self._stagings[rank]
+        with contextlib.suppress(OSError):  # a favour
+            writing.introduce(staging.memory, self._directory, lambda: get(rank, Slot.ARENA_STATE) == Arena.MAPPED)
 
     def _take_pages(self, arena: tuple[int, int, int]) -> memoryview:
         """All ranks announce at about the same time: what one takes the next does not have."""
@@ -137,6 +152,14 @@ class Arenas:
                         errno.ENOMEM, f"it needs {size / 1e9:.2f} GB, {max(0, self._free_bytes) / 1e9:.2f} GB are left"
                     )
                 self._free_bytes -= size
-        populated = memory.populate_arena(*arena)
-        writing.prepare(self._page.num_ranks)
-        return populated
+        return memory.populate_arena(*arena)
+
+
+def _be_idle() -> None:
+    """
+    Of this thread, for good: where memory is in pieces, the kernel takes a second and more to put together 1 GB of huge pages.
+
+    A training that waits for them leaves its processors to us.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -75,7 +75,7 @@ class Saver:
         self._wait: Wait | None = None
         pool = ThreadPoolExecutor(max_workers=page.num_ranks)
         self._disk = ThreadPoolExecutor(max_workers=1)
-        self._arenas = Arenas(page, pool)
+        self._arenas = Arenas(page, pool, orders.directory)
         self._committer = Committer(orders, page, self._arenas, pool)
 
     def run(self) -> None:

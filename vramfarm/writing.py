@@ -1,8 +1,9 @@
 """
 A shard onto the disk, durably, at the disk's own speed.
 
-Standard library only, and `checksum`. Direct writes from the arena, several in flight: no copy, no page cache, and
-the data set stays in memory. Space is reserved before the first byte, so a full disk is known at
+Standard library only, and `checksum`. Direct writes from the arena: no copy, no page cache, and
+the data set stays in memory. A call writes many pieces, so that the kernel keeps the disk busy: where training fills the
+processors a thread that has to hand it the next piece comes late. Space is reserved before the first byte, so a full disk is known at
 once. Checksums are of the bytes as they were handed to the disk.
 """
 
@@ -14,8 +15,9 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +25,13 @@ from vramfarm import protocol
 from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
-IN_FLIGHT: Final = 8  # pieces of a shard
+CALL_BYTES: Final = 256 << 20  # written by one call
 _SUMMERS: Final = 4  # threads of a shard
 _TOGETHER_S: Final = 10.0
 _BLOCK: Final = 4096
+_PROBES: Final = 12  # pieces that show whether a disk is slow at memory that is new to it
+_NOTICEABLE: Final = 1.1
+_PAUSE: Final = 2  # times what a piece takes
 _POLITE: Final = 10  # niceness
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -45,91 +50,113 @@ def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_b
     checksums: list[int] = []
     try:
         target.reserve()
-        with _threads() as threads:
+        with _summers() as summers:
             for begin in range(0, size, window_bytes):
                 memory, end = next(windows), min(begin + window_bytes, size)
-                checksums += _write_window(threads, target, memory, begin, end)
+                with _sums(summers, memory[: end - begin]) as sums:
+                    target.write(memory, begin, end)
+                checksums += sums
         target.finish()
     finally:
         target.close()
     return Shard(path.name, size, tuple(checksums))
 
 
-def _write_window(threads: _Threads, target: _Target, memory: memoryview, begin: int, end: int) -> Sequence[int]:
-    """
-    Sums have threads of their own: where processors are busy the disk does not wait for them.
-
-    They are polite. Direct writes are not: they take a hundredth of a second for each GB, and the disk stands still while they wait for it.
-    """
-    jobs: list[Future[int]] = []
-    for start in range(begin, end, protocol.CHUNK_BYTES):
-        jobs.append(threads.writers.submit(target.write, memory, begin, start))
-        jobs.append(threads.summers.submit(crc32, memory[start - begin : end - begin][: protocol.CHUNK_BYTES]))
-    return _results(jobs)[1::2]
-
-
-class _Threads:
-    """Of one shard."""
-
-    def __init__(self) -> None:
-        self.writers = ThreadPoolExecutor(IN_FLIGHT)
-        self.summers = ThreadPoolExecutor(_SUMMERS, initializer=_be_polite)
-
-    def start(self) -> None:
-        together = threading.Barrier(IN_FLIGHT + _SUMMERS, timeout=_TOGETHER_S)  # a thread for each
-        with contextlib.suppress(threading.BrokenBarrierError):
-            _results(
-                [self.writers.submit(together.wait) for _ in range(IN_FLIGHT)]
-                + [self.summers.submit(together.wait) for _ in range(_SUMMERS)]
-            )
-
-
-_idle: Final[list[_Threads]] = []
-
-
 @contextlib.contextmanager
-def _threads() -> Iterator[_Threads]:
+def _sums(summers: ThreadPoolExecutor, memory: memoryview) -> Iterator[list[int]]:
     """
-    Kept for the next save.
+    The sums of its chunks, at the end of the block. Whatever happens in it, nobody reads the memory afterwards.
 
-    Starting one may hang for good where memory has become short; those that are there go on.
+    They have threads of their own, which are polite: the disk does not wait for them.
     """
-    threads = _idle.pop() if _idle else _Threads()
+    starts, sums = range(0, len(memory), protocol.CHUNK_BYTES), list[int]()
+    jobs = [summers.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts]
     try:
-        yield threads
-    finally:
-        _idle.append(threads)
-
-
-def prepare(num_shards: int) -> None:
-    """Start the threads of one shard more, of so many: beside a training on all cores that may take longer than a write."""
-    with contextlib.suppress(RuntimeError, MemoryError):  # a favour
-        if len(_idle) < num_shards:
-            threads = _Threads()
-            threads.start()
-            _idle.append(threads)
-
-
-def _results(jobs: Sequence[Future[int]]) -> tuple[int, ...]:
-    """After an error, what has begun is waited for: it still writes."""
-    try:
-        return tuple(job.result() for job in jobs)
+        yield sums
+        sums += [job.result() for job in jobs]
     finally:
         for job in jobs:
             job.cancel()
         wait(jobs)
 
 
+_idle: Final[list[ThreadPoolExecutor]] = []
+
+
+@contextlib.contextmanager
+def _summers() -> Iterator[ThreadPoolExecutor]:
+    """
+    The threads of one shard, kept for the next save.
+
+    Starting one may hang for good where memory has become short; those that are there go on.
+    """
+    summers = _idle.pop() if _idle else _new_summers()
+    try:
+        yield summers
+    finally:
+        _idle.append(summers)
+
+
+def _new_summers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_SUMMERS, initializer=_be_polite)
+
+
+def prepare(num_shards: int) -> None:
+    """Start the threads of one shard more, of so many: beside a training on all cores that may take longer than a write."""
+    if len(_idle) >= num_shards:
+        return
+    together = threading.Barrier(_SUMMERS, timeout=_TOGETHER_S)  # a thread for each
+    with contextlib.suppress(RuntimeError, MemoryError):  # a favour
+        summers = _new_summers()
+        wait([summers.submit(together.wait) for _ in range(_SUMMERS)])
+        _idle.append(summers)
+
+
+def introduce(memory: memoryview, folder: Path, is_wanted: Callable[[], bool]) -> bool:
+    """
+    Write all of it once, into a small file without a name, before it has anything to say. Return whether that was done.
+
+    A virtual disk takes a fifth longer for memory that it has never seen, so a first save would. To other disks it
+    makes no difference, which a few pieces show.
+    """
+    starts = range(0, len(memory) - protocol.CHUNK_BYTES, protocol.CHUNK_BYTES)
+    if len(starts) < _PROBES:
+        return False
+    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    unseen_s, seen_s = list[float](), list[float]()
+    try:
+        os.posix_fallocate(fd, 0, protocol.CHUNK_BYTES)
+        for number, start in enumerate(starts):
+            if not is_wanted() or (number == _PROBES and _middle(unseen_s) < _NOTICEABLE * _middle(seen_s)):
+                return False
+            piece = memory[start : start + protocol.CHUNK_BYTES]
+            took_s = _time_to_write(fd, piece)
+            if 0 < number < _PROBES:  # at first the file is new, too
+                unseen_s.append(took_s)
+                seen_s.append(_time_to_write(fd, piece))
+            time.sleep(_PAUSE * took_s)  # whatever else is read and written there goes on
+    finally:
+        os.close(fd)
+    return True
+
+
+def _middle(numbers: list[float]) -> float:
+    return sorted(numbers)[len(numbers) // 2]
+
+
+def _time_to_write(fd: int, piece: memoryview) -> float:
+    started = time.perf_counter()
+    os.pwrite(fd, piece, 0)
+    return time.perf_counter() - started
+
+
 def is_written(memory: memoryview, shard: Shard) -> bool:
     """Whether these are the bytes of a shard that was written before: all its checksums are the same."""
     if len(memory) != shard.size_bytes:
         return False
-    starts = range(0, len(memory), protocol.CHUNK_BYTES)
-    with _threads() as threads:
-        found = _results(
-            [threads.summers.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts]
-        )
-    return found == shard.checksums
+    with _summers() as summers, _sums(summers, memory) as sums:
+        pass
+    return tuple(sums) == shard.checksums
 
 
 def link_shard(source: Path, target: Path, shard: Shard) -> Shard:
@@ -184,28 +211,30 @@ class _Target:
             if code not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
                 raise OSError(code, os.strerror(code))
 
-    def write(self, memory: memoryview, begin: int, start: int) -> int:
-        """Write the chunk from `start` on and return its size; the memory holds the bytes from `begin` on."""
-        end = min(start + protocol.CHUNK_BYTES, self._size)
-        if self._is_direct:
-            self._put(memory, begin, start, min(-(-end // _BLOCK) * _BLOCK, begin + len(memory)))
-        else:
-            _be_polite()  # copying into the page cache costs a processor as much as it costs the disk
-            self._put(memory, begin, start, end)
-            _libc.sync_file_range(
-                self._fd, ctypes.c_longlong(start), ctypes.c_longlong(end - start), _SYNC_FILE_RANGE_WRITE
-            )
-        return end - start
-
-    def _put(self, memory: memoryview, begin: int, at: int, end: int) -> None:
+    def write(self, memory: memoryview, begin: int, end: int) -> None:
+        """Write the bytes from `begin` to `end`, which the memory begins with."""
+        at = begin
         while at < end:
-            was_direct = self._is_direct
-            try:
-                at += os.pwrite(self._fd, memory[at - begin : end - begin], at)
-            except OSError as error:  # once a file
-                if error.errno != errno.EINVAL or not was_direct:
-                    raise
-                self._be_buffered()
+            put = self._put_directly if self._is_direct else self._put_buffered
+            at += put(memory[at - begin :], at, end)
+
+    def _put_directly(self, memory: memoryview, at: int, end: int) -> int:
+        """Whole blocks, as long as the memory has them."""
+        size = min(CALL_BYTES, -(-end // _BLOCK) * _BLOCK - at, len(memory))
+        try:
+            return os.pwrite(self._fd, memory[:size], at)
+        except OSError as error:  # once a file
+            if error.errno != errno.EINVAL:
+                raise
+            self._be_buffered()
+            return 0
+
+    def _put_buffered(self, memory: memoryview, at: int, end: int) -> int:
+        """Copying into the page cache costs a processor as much as it costs the disk, which begins with each piece at once."""
+        _be_polite()
+        size = os.pwrite(self._fd, memory[: min(protocol.CHUNK_BYTES, end - at)], at)
+        _libc.sync_file_range(self._fd, ctypes.c_longlong(at), ctypes.c_longlong(size), _SYNC_FILE_RANGE_WRITE)
+        return size
 
     def _be_buffered(self) -> None:
         """The filesystem took the flag and refuses the write; or a short write left us between two blocks."""

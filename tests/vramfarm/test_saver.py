@@ -324,6 +324,41 @@ def test_a_saver_that_is_killed_is_started_again(tmp_path):
     assert [] == wrong(attempt.checkpoints)
 
 
+def test_a_saver_that_dies_in_a_save_of_several_windows_fails_that_one_and_not_the_next(tmp_path):
+    """
+    What was in the first window is gone with it: that save is told as failed, training goes on, and the next is whole.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+    env = {Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path / "checkpoints"), **os.environ}
+    seat = Seat(page, 0, SaverProcess(page, env, tmp_path / "saver.log"))
+    seat.start(0)
+
+    def image():
+        return content(0, step, memory.WINDOW_BYTES)
+
+    def put(to, number, at):
+        if at and page[Word.NUM_FAILED] == 0:
+            os.kill(page[Word.SAVER_PID], signal.SIGKILL)
+        to[:] = image()[at : at + len(to)]
+
+    step, deadline, said = 0, time.monotonic() + 60, set()
+    while page[Word.NUM_COMMITTED] == 0 and time.monotonic() < deadline:
+        step += 1
+        page[Word.REQUEST_SAVE] = page[Word.NUM_FAILED] + 1
+        if seat.finished(step) is not None:
+            seat.stage_by_window(step, [len(image())], b"{}", put)
+        said.add(page.error())
+        time.sleep(0.005)
+    [stored] = folder.committed(tmp_path / "checkpoints")
+    page[Word.ENDED] = Ended.LEFT
+    seat.saver.see_off()
+
+    failed = [one for one in said if "the saver was started again while the ranks staged piece by piece" in one]
+    assert (1, 1) == (len(failed), page[Word.NUM_FAILED])
+    step = stored.manifest.step
+    assert image() == (stored.path / stored.manifest.shards[0].path).read_bytes()
+
+
 def test_a_saver_that_is_stopped_is_replaced_for_good(tmp_path):
     """
     In the middle of a save: it is told, its successor takes that save over and answers what was asked meanwhile, and
@@ -418,7 +453,7 @@ def said_of_the_late(page, orders):
 def said_of_the_half(page, orders):
     """A rank that is stopped after its second window."""
     with ThreadPoolExecutor(2) as pool:
-        committer = Committer(orders, page, Arenas(page, pool), pool, late_s=0.1)
+        committer = Committer(orders, page, Arenas(page, pool, orders.directory), pool, late_s=0.1)
         staged = Staged(memoryview(bytes(8)), [(0, 24)], {}, 0, memoryview(b""), 0, window_bytes=8)
         page.put(1, Slot.WINDOWS, 2)
         windows = committer._windows(7, 1, staged)
@@ -542,6 +577,26 @@ def test_ranks_that_are_done_wait_an_hour_for_the_last_one(tmp_path, waited_s, w
     assert words == said[: len(words)] if words else not said
     assert ended == page[Word.ENDED]
     assert "" == page.error()
+
+
+def test_pages_are_taken_in_time_that_nobody_else_wants(tmp_path):
+    """
+    A kernel that puts huge pages together is busy for a second a GB. Threads that write and sum do not inherit that.
+    """
+    attempt = Attempt(tmp_path).start("--steps", "1000000")
+    until(lambda: attempt.page[Word.NUM_COMMITTED], 30)
+
+    found = {scheduled(task) for task in Path(f"/proc/{attempt.saver()}/task").iterdir()}
+    attempt.kill()
+    attempt.wait()
+
+    assert {(os.SCHED_OTHER, 0), (os.SCHED_OTHER, 10), (os.SCHED_IDLE, 0)} == found
+
+
+def scheduled(task):
+    """How the kernel schedules a thread, and its niceness."""
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return int(fields[38]), int(fields[16])
 
 
 def test_the_saver_ignores_polite_signals(tmp_path):

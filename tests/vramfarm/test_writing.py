@@ -85,16 +85,53 @@ def test_sums_give_way_to_training_and_direct_writes_do_not(tmp_path):
     probe.close()
     expected = os.getpriority(os.PRIO_PROCESS, 0) if probe._is_direct else 10
     writing._idle.clear()
+    found = []
 
-    writing.write_shard(tmp_path / "shard", filled(CHUNK), CHUNK)
+    def write():
+        writing.write_shard(tmp_path / "shard", filled(CHUNK), CHUNK)
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    threads = writing._idle[-1]
-    nicest = [{_niceness(one) for one in pool._threads} for pool in (threads.writers, threads.summers)]
-    assert [{expected}, {10}] == nicest
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+    sums = {os.getpriority(os.PRIO_PROCESS, one.native_id) for one in writing._idle[-1]._threads}
+    assert ([expected], {10}) == (found, sums)
 
 
-def _niceness(thread):
-    return os.getpriority(os.PRIO_PROCESS, thread.native_id)
+def test_a_shard_is_handed_to_the_kernel_in_few_calls(tmp_path):
+    """
+    Between two calls the disk stands still until the thread is given a processor, which takes milliseconds where training has them all.
+    """
+    target = writing._Target(tmp_path / "shard", size := 3 * CHUNK + 4097)
+    if not target._is_direct:
+        pytest.skip("no direct writes here")
+    memory, put, calls = filled(size), target._put_directly, []
+    target._put_directly = lambda *what: calls.append(what[1:]) or put(*what)
+
+    target.write(memory, 0, size)
+    target.close()
+
+    assert [(0, size)] == calls
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(3, {4}), (1000, {26, writing._PROBES + 1})])
+def test_a_disk_is_shown_the_memory_until_somebody_wants_it(tmp_path, asked, expected):
+    """
+    That is asked before each piece of 8 MiB. Neither the memory nor the folder is changed, and what is small is not worth it.
+    """
+    memory, wanted = filled(26 * CHUNK), []
+    before = zlib.crc32(memory)
+
+    def is_wanted():
+        wanted.append(1)
+        return len(wanted) <= asked
+
+    writing.introduce(memory, tmp_path, is_wanted)
+
+    assert len(wanted) in expected
+    assert not writing.introduce(memory[: 3 * CHUNK], tmp_path, is_wanted)
+    assert (before, []) == (zlib.crc32(memory), list(tmp_path.iterdir()))
 
 
 def test_a_first_save_starts_no_thread(tmp_path):
