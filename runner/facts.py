@@ -35,10 +35,26 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kills:
+    """The kernel killed so many processes of the container for want of memory; no limit is 0."""
+
+    count: int = 0
+    limit_bytes: int = 0
+
+    def describe(self, who: str = "a process") -> str:
+        """What happened, and what to do."""
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        limit = f"may have {self.limit_bytes / 1e9:.1f} GB" if self.limit_bytes else "has no limit"
+        cure = "give it more (docker run --memory), or use fewer data workers or smaller batches"
+        return f"out of memory: the kernel killed {who}{more}; the container {limit}: {cure}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     """How the launcher ended; a negative code is a signal, None is unknown (its shim died)."""
 
     code: int | None
+    kills: Kills = Kills()  # meanwhile
 
 
 class Ending(StrEnum):
@@ -99,6 +115,7 @@ class Attempt:
     steps_per_s: float = 0.0  # at its end
     first_step_at: datetime | None = None  # None: none was seen by a runner
     killed: str = ""  # why the runner killed it
+    left: str = ""  # what it left behind, and the runner ended
     origin: str = ""  # the checkpoint of another run that `resume` is a copy of
 
     @property
@@ -169,6 +186,7 @@ class History:
     attempts: tuple[Attempt, ...] = ()
     interrupted: int = 0  # number of the attempt that was last asked to save and leave
     distrusted: tuple[tuple[int, int], ...] = ()  # attempt and step: its checkpoints from there on are not resumed from
+    unusable: frozenset[str] = frozenset()  # names of checkpoints that are damaged in the store
     conclusion: Conclusion | None = None
     stop_sent_in: str = ""  # the life that last asked for the server's stop
     opened_at: datetime | None = None  # accepted, or reopened by the operator: limits count from here
@@ -275,6 +293,7 @@ class Live:
     attempt_id: str
     trainers: tuple[int, ...]  # pids: shim, launcher, ranks, their workers
     savers: tuple[int, ...]  # pids: they outlive the trainers until their save is committed
+    left: tuple[str, ...] = ()  # trainers that outlived the launcher, as a person knows them: 4711 python3 logger.py
 
 
 # ----------------------------------------------------------------------------------- lease
@@ -346,6 +365,9 @@ class CardPulse:
     memory_percent: float | None = None  # of the time its memory was read or written
     power_w: float | None = None
     limit_w: float | None = None
+    used_bytes: int | None = None  # of its memory
+    total_bytes: int | None = None
+    temperature: float | None = None  # in °C
     throttled: tuple[str, ...] = ()  # why its clocks are held down, if they are
 
 
@@ -483,7 +505,10 @@ class Observed:
     ready: str = ""  # the newest save of this attempt that a framework calls complete, and nobody writes to
     offsite: tuple[Checkpoint, ...] | None = None  # verified there; None: not known yet
     damaged: tuple[str, ...] = ()  # set aside on this disk
-    unusable: frozenset[str] = frozenset()  # names of offsite checkpoints that failed to restore
+    unusable: frozenset[str] = (
+        frozenset()
+    )  # names of those that are damaged there, as this life or an earlier one found
+    unusable_now: frozenset[str] = frozenset()  # as this life found
     other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)
@@ -491,6 +516,7 @@ class Observed:
     card: str = ""  # their model, as the driver calls it
     global_batch: int = 0  # samples a step, where job.yaml says it
     stored_batch: int = 0  # the same, as the job that the store has says it
+    kills: Kills = Kills()  # in this container, so far
     refusal: str = ""  # why this machine cannot do the job at all: too few cards
     wrong_job: str = ""  # why it cannot start here as it is: no value for a secret, no interpreter
     preflight: Preflight | None = None  # what was found so far in this life
@@ -514,6 +540,11 @@ class Observed:
     )
     last_upload_s: float = 0.0
 
+    @property
+    def usable(self) -> tuple[Checkpoint, ...]:
+        """What the store has and is not known to be damaged there; nothing where it is not known yet."""
+        return tuple(c for c in self.offsite or () if c.ref.name not in self.unusable)
+
 
 # --------------------------------------------------------------------------------- finding
 
@@ -524,7 +555,7 @@ class Severity(StrEnum):
     REFUSE = "refuse"  # training here would fail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at. `message` says what was found, `hint` what to do; `facts` are for decisions."""
 

@@ -29,6 +29,7 @@ if __package__ in {None, ""}:  # started by its path under -I: last, so that it 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyrings, with_each
 from runner.adapters.providers.http import make_send
+from runner.errors import JobError, LeftError, LimitError, LockedError, RunnerError
 from runner.facts import Server, ServerState
 from runner.policy.guard import (
     MAX_DEATHS,
@@ -48,6 +49,7 @@ from runner.policy.guard import (
     parse_word,
     rearm,
 )
+from runner.supervise.kills import count_kills
 from runner.supervise.process import Process, be_subreaper, current, end_all, find
 from vramfarm.protocol import Env
 
@@ -59,11 +61,9 @@ ACCEPTED: Final = "RUNNER_ACCEPTED"  # run folder of the runner that died: its j
 MARK: Final = "VRAMFARM_GUARDIAN"  # carried by whatever this guardian's runner starts
 
 WAITS: Final = Waits()
-UNEXPECTED: Final = 1
-USAGE: Final = 2  # without a last word: said before there was a job, and it would be said again
-LOCKED: Final = 5
-LIMIT_REACHED: Final = 7
-LEFT: Final = 75
+UNEXPECTED: Final = RunnerError.exit_code
+USAGE: Final = JobError.exit_code  # without a last word: said before there was a job, and it would be said again
+LEFT: Final = LeftError.exit_code
 
 LINE_LIMIT: Final = 1 << 16
 
@@ -95,7 +95,7 @@ class Guardian:
             log(f"a fault of the guardian: {error!r}")
             end = End(code=UNEXPECTED, stop=not self._leaving, keep=self._armed.keep, reason="a fault of the guardian")
         server = self._armed.rented
-        if server is None or (end.code == LOCKED and not end.stop):
+        if server is None or (end.code == LockedError.exit_code and not end.stop):
             return end.code
         if not end.stop:
             end = self._stay(end)
@@ -114,7 +114,7 @@ class Guardian:
             log(f"deadline {_show(mine.deadline_at)}, armed at the first boot; {_name(mine.rented)}")
             return mine
         armed = arm(now=datetime.now(UTC), rented=found, keep=str(self._workspace))
-        log(f"deadline {_show(armed.deadline_at)}, until job.yaml sets one; {_name(found)}")
+        log(f"deadline {_show(armed.deadline_at)} unless job.yaml says another; {_name(found)}")
         return armed
 
     def _read_armed(self) -> Armed | None:
@@ -150,7 +150,7 @@ class Guardian:
         """Keep a runner alive until it says its last word, a person ends us, or the deadline comes."""
         deaths: list[Death] = []
         while True:
-            started = time.monotonic()
+            started, kills = time.monotonic(), count_kills().count
             end = self._live()
             if end is not None:
                 return end
@@ -162,7 +162,7 @@ class Guardian:
                 self._alert(f"the runner died {MAX_DEATHS} times without a minute of life; giving up")
                 reason = f"the runner died {MAX_DEATHS} times"
                 return End(code=UNEXPECTED, stop=True, keep=self._armed.keep, reason=reason)
-            log(f"the runner died ({_show_exit(self._exit)}); starting it again in {delay:g} s")
+            log(f"the runner died ({_show_exit(self._exit)}{_show_kills(kills)}); starting it again in {delay:g} s")
             self._pause(delay)
             if self._leaving:
                 return End(code=LEFT, stop=False)
@@ -248,7 +248,7 @@ class Guardian:
         if left := end_all(self._find_run, timeout_s=10.0):
             log(f"{len(left)} processes of the run hang in the kernel")
         self._reap()
-        return End(code=LIMIT_REACHED, stop=True, keep=self._armed.keep, reason="deadline")
+        return End(code=LimitError.exit_code, stop=True, keep=self._armed.keep, reason="deadline")
 
     def _find_run(self) -> tuple[Process, ...]:
         """Whatever this guardian's runner started, and what carries the run's mark from an earlier life."""
@@ -352,7 +352,7 @@ class Guardian:
 
     def _keep(self, end: End) -> Keep:
         """At the deadline the server stops even if its folder cannot be saved."""
-        limit = end.code == LIMIT_REACHED and self._armed.stop_anyway
+        limit = end.code == LimitError.exit_code and self._armed.stop_anyway
         return Keep(end.keep, stop_anyway=limit or self._is_due())
 
     # ---------------------------------------------------------------------------- sleep
@@ -485,13 +485,19 @@ def _progress(server: Server, answer: Answer) -> str:
 
 
 def _show(moment: datetime) -> str:
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    return f"{moment.astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def _show_exit(code: int | None) -> str:
     if code is None:
         return "not started"
     return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+def _show_kills(before: int) -> str:
+    """Why the kernel may have killed it."""
+    kills = count_kills()
+    return f"; {replace(kills, count=kills.count - before).describe()}" if kills.count > before else ""
 
 
 def _price(server: Server | None) -> str:
@@ -503,7 +509,7 @@ def _cost(server: Server, answer: Answer) -> str:
 
 
 def _name(server: Server | None) -> str:
-    return f"this is server {server.id} of {server.provider}" if server else "not a rented server: nothing to stop"
+    return f"server {server.id} ({server.provider})" if server else "no rented server"
 
 
 def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:

@@ -80,6 +80,17 @@ def keep_lease(  # noqa: PLR0913  # what differs between machines, and between t
     return _told(LeaseState.UNKNOWN)
 
 
+def expect_ours(store: Store, job: str, holder: str) -> None:
+    """
+    An error if another one has the run. Whoever was suspended, or whose machine was, goes on where he was: his own
+    clock need not tell him.
+    """
+    found = store.get(f"{job}/{LEASE}", limit_bytes=_MAX_BYTES)
+    claim = parse_claim(found) if found else None
+    if claim is not None and claim.holder != holder:
+        raise OffsiteError(f"{store.address}/{job}: another runner has this run by now: {claim.who}", final=False)
+
+
 def parse_claim(raw: bytes) -> Claim | None:
     """None: nothing that we understand; whoever wrote it has the lease all the same."""
     with suppress(ValueError, TypeError, RecursionError):

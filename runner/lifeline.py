@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
+from runner.errors import LeftError
 from runner.facts import Server
-
-ORPHANED: Final = 75
 
 
 class Lifeline:
@@ -56,4 +55,4 @@ class Lifeline:
         with suppress(OSError):
             while wire.recv(4096):
                 pass
-        os._exit(ORPHANED)
+        os._exit(LeftError.exit_code)

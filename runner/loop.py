@@ -24,6 +24,7 @@ from runner.policy.actions import (
     Notify,
     Prune,
     RecordExit,
+    Refused,
     SetAside,
     TrimLogs,
     Wait,
@@ -54,19 +55,21 @@ class World(Protocol):
     def wait(self) -> None: ...
 
 
-Tell = Callable[[Action | None, Observed, History], None]
+Tell = Callable[[Action | Refused | None, Observed, History], None]
 
 
 def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
     """Return the last word: how the job ended, or that only this boot did (code 75)."""
+    refused: Action | None = None
     while True:
         history = journal.history
         seen = world.observe(history)
         history = _remember_first_step(history, seen, journal)
+        history = _remember_unusable(history, seen, journal)
         action = decide_and_tell(job, history, seen)
         if isinstance(action, Launch):
             world.check_launch()  # before anybody is told of a launch that cannot be
-        tell(action, seen, history)
+        tell(None if action == refused else action, seen, history)
         match action:
             case Leave():
                 return End(
@@ -79,7 +82,22 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
                 journal.append(events.stop_sent(seen.life, keep=action.keep, at=seen.now))
                 return action
             case _:
-                perform(action, seen, journal, world)
+                error = _perform(action, seen, journal, world)
+                if error and action != refused:
+                    tell(Refused(action, error), seen, history)
+                refused = action if error else None
+
+
+def _perform(action: Action, seen: Observed, journal: Journal, world: World) -> str:
+    """Why that could not be done while an attempt lives: a disk that fails is its saves' trouble, and no reason to end it."""
+    try:
+        perform(action, seen, journal, world)
+    except OSError as error:
+        if seen.live is None:
+            raise
+        world.wait()
+        return f"{error.filename or 'this machine'}: {error.strerror or error}"
+    return ""
 
 
 def _remember_first_step(history: History, seen: Observed, journal: Journal) -> History:
@@ -87,7 +105,14 @@ def _remember_first_step(history: History, seen: Observed, journal: Journal) -> 
     last = history.attempts[-1] if history.attempts else None
     if last is None or last.ending or last.first_step_at or seen.first_step_at is None:
         return history
-    return journal.append(events.stepped(last.number, seen.first_step_at))
+    return journal.note(events.stepped(last.number, seen.first_step_at))
+
+
+def _remember_unusable(history: History, seen: Observed, journal: Journal) -> History:
+    """To find it out again costs a restore; who does not know it deletes good ones for it."""
+    if seen.unusable == history.unusable:
+        return history
+    return journal.append(events.found_unusable(seen.unusable))
 
 
 def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks that none is missing
@@ -108,7 +133,7 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
         case Prune(ref=ref):
             world.prune(ref)
         case Distrust(number=number, step=step, reason=reason):
-            journal.append(events.distrusted(number, step, reason))
+            journal.note(events.distrusted(number, step, reason))
         case SetAside(ref=ref):
             world.set_aside(ref)
         case TrimLogs(max_bytes=max_bytes):
@@ -133,19 +158,17 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             )
             world.forget()
         case Interrupt(reason=reason):
-            journal.append(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
+            journal.note(events.interrupted(journal.history.attempts[-1].number, reason, seen.now))
             world.interrupt()
-        case Kill(reason=reason, savers=savers, hung=hung):
-            attempt = journal.history.attempts[-1]
-            if action.is_the_end and not attempt.killed:  # the first reason is the one; it may take many turns
-                journal.append(events.killed(attempt.number, reason, seen.now))
+        case Kill(savers=savers, hung=hung):
+            _write_down_kill(action, seen, journal)
             world.kill(savers=savers, hung=hung)
         case Conclude(outcome=outcome, reason=reason):
             journal.append(events.concluded(Conclusion(outcome=outcome, reason=reason, at=seen.now)))
         case GoOn():
             journal.append(events.gone_on(seen.now))
         case Notify(event=event, key=key, text=text):
-            journal.append(events.notified(key, seen.now))
+            journal.note(events.notified(key, seen.now))
             world.notify(event, text)
         case Wait():
             world.wait()
@@ -153,6 +176,15 @@ def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks th
             pass  # run() returns them
         case _:
             assert_never(action)
+
+
+def _write_down_kill(kill: Kill, seen: Observed, journal: Journal) -> None:
+    """The first reason is the one; it may take many turns."""
+    attempt = journal.history.attempts[-1]
+    if kill.is_the_end and not attempt.killed:
+        journal.note(events.killed(attempt.number, kill.reason, seen.now))
+    elif kill.left and not attempt.left:
+        journal.note(events.left_behind(attempt.number, kill.reason, seen.now))
 
 
 def _attempt(launch: Launch, seen: Observed, world: World) -> Attempt:

@@ -60,6 +60,7 @@ from runner.policy.preflight import (
 from runner.probes import host as hosts
 from runner.probes import smi
 from runner.probes.comm import Wish, try_all
+from runner.probes.machine import visible
 from runner.probes.readings import read
 from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
@@ -207,14 +208,10 @@ def _of_the_store(name: str, error: OffsiteError) -> Finding:
 def _report(mission: Mission) -> CardReport | None:
     """Of the cards that CUDA may see, by their place in this container."""
     report = _settled(mission) if mission.num_cards else None
-    wanted = mission.env.get("CUDA_VISIBLE_DEVICES")
-    if report is None or wanted is None:
-        return report
-    names = [name.strip() for name in wanted.split(",") if name.strip()]
-    cards = tuple(
-        card for card in report.cards if any(name == str(card.index) or card.uuid.startswith(name) for name in names)
-    )
-    return CardReport(cards=cards or report.cards, driver=report.driver, cuda=report.cuda)
+    if report is None:
+        return None
+    cards = visible(report.cards, mission.env.get("CUDA_VISIBLE_DEVICES"))
+    return replace(report, cards=cards or report.cards)
 
 
 def _settled(mission: Mission) -> CardReport | None:
@@ -362,7 +359,12 @@ def _disk(mission: Mission) -> Iterable[Finding]:
 def _store(mission: Mission) -> Iterable[Finding]:
     if mission.job.offload.to is None:
         return ()
-    trial = _try_store(mission)
+    try:
+        trial = _try_store(mission)
+    except OffsiteError as error:
+        if error.curable and CheckpointDir(Path(mission.job.checkpoint.dir), Disk()).committed():
+            return (Finding(name="store", severity=Severity.WARN, message=str(error), hint=error.hint),)
+        raise
     checkpoint = _expected(mission)
     end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
     return (*judge_store(trial, mission.job, checkpoint), *end)

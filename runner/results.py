@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from runner.facts import (
     Checkpoint,
@@ -29,6 +29,9 @@ from runner.policy.lease import Pace, may_write
 from runner.policy.preflight import decide_verdict
 from runner.supervise import process
 from vramfarm.protocol import Ref
+
+_COMPARES: Final = frozenset({TaskKind.RESTORE, TaskKind.VERIFY})
+_PROVES: Final = frozenset({TaskKind.RESTORE, TaskKind.UPLOAD})  # not VERIFY: that may go by the store's word
 
 
 class Checked:
@@ -66,7 +69,7 @@ class StoreView:
     def __init__(self) -> None:
         self.checkpoints: tuple[Checkpoint, ...] | None = None
         self.conclusion: Conclusion | None = None
-        self.unusable: set[str] = set()
+        self._is_damaged: dict[str, bool] = {}  # by name, as the last one found that had to do with its bytes
         self.job: Mapping[str, Any] = {}
         self.ledger: tuple[Machine, ...] | None = None
         self.abilities: Mapping[str, Any] | None = None
@@ -80,9 +83,17 @@ class StoreView:
                 continue
             if isinstance(state, Finished):
                 self._finished(kind, state, self._known.get(kind))
-            elif isinstance(state, Failed) and kind is TaskKind.RESTORE and state.damaged:
-                self.unusable.add(state.subject)
+            elif isinstance(state, Failed) and kind in _COMPARES and state.damaged:
+                self._is_damaged[state.subject] = True
             self._known[kind] = state
+
+    def unusable_now(self) -> frozenset[str]:
+        """Names of checkpoints whose bytes in the store were found to be others, in this life."""
+        return frozenset(name for name, is_damaged in self._is_damaged.items() if is_damaged)
+
+    def unusable(self, before: frozenset[str]) -> frozenset[str]:
+        """The same, with what was known `before`; but for what has been sent anew, or came back whole, since."""
+        return frozenset(name for name in before if self._is_damaged.get(name, True)) | self.unusable_now()
 
     def global_batch(self) -> int:
         """Of the job that is there; 0 where it has none, or makes no sense."""
@@ -92,6 +103,8 @@ class StoreView:
 
     def _finished(self, kind: TaskKind, state: Finished, before: TaskState) -> None:
         started = getattr(before, "started_at", None)
+        if kind in _PROVES:
+            self._is_damaged[state.subject] = False
         if kind is TaskKind.UPLOAD and started:
             self.last_upload_s = (state.at - started).total_seconds()
         if kind is TaskKind.COMMIT and started:

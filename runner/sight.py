@@ -120,7 +120,7 @@ class AttemptSight:
         it is enough that the shim lives, because then the attempt does.
         """
         if self._found is None or now - self._found_at >= _FIND_EVERY or attempts.find_shim(folder) is None:
-            self._found, self._found_at = attempts.live(attempt_id), now
+            self._found, self._found_at = attempts.live(attempt_id, folder), now
         return self._found
 
     def _diagnose(self, folder: Path, exit_: Exit | None) -> Diagnosis | None:

@@ -1,6 +1,7 @@
 """
 Slow work, one process each: `python -I -m runner.tasks KIND`, arguments as JSON on standard
-input, progress and one last word as JSON lines on standard output.
+input, progress and one last word as JSON lines on standard output. `KIND SCHEME` is started ahead:
+it gets ready for a store of that scheme before it waits for its arguments.
 
 Every task may be killed at any moment and started again. What only one of them needs is imported
 by it: an upload need not wait for what looks at a machine.
@@ -23,28 +24,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import TypeAdapter
-
 from runner.adapters.secrets import find_values, with_store_keys
 from runner.errors import JobError, RunnerError
 from runner.facts import Checkpoint, TaskKind
-from runner.job import ArchiveSource, GitSource, Job, OffloadPolicy, PathSource, ProviderName
-from runner.policy.house import NO_LOGS
 from runner.policy.slow import WRITERS
 from runner.publishing import LEDGER, Publishing, read_json
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import LACKS, OffsiteError, Store, open_store, parse_abilities, transfer
+from runner.storage.offsite import (
+    LACKS,
+    OffsiteError,
+    Store,
+    open_store,
+    parse_abilities,
+    parse_place,
+    transfer,
+    warm_up,
+)
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
 if TYPE_CHECKING:
     from runner.adapters.frameworks import Save
+    from runner.job import ArchiveSource, GitSource, PathSource
     from runner.preflight import Mission
+
+    Source = GitSource | PathSource | ArchiveSource | None
 
 Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
-
-Source = GitSource | PathSource | ArchiveSource | None
 
 _PIECE_BYTES: Final = 8 << 20
 _MAX_LEFT: Final = 20
@@ -54,7 +61,12 @@ _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetiti
 
 def main() -> int:
     kind = TaskKind(sys.argv[1])
-    arguments = json.load(sys.stdin)
+    for scheme in sys.argv[2:]:
+        warm_up(scheme)
+    raw = sys.stdin.buffer.read()
+    if not raw:
+        return 0  # started ahead, and whoever did so is gone
+    arguments = json.loads(raw)
     if kind in WRITERS:
         threading.Thread(target=_end_with, args=(arguments["runner"],), daemon=True).start()
     try:
@@ -101,11 +113,15 @@ class _Saying:
 
 
 def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    from runner.job import ArchiveSource, GitSource, PathSource
     from runner.supervise.source import bring
 
     progress(0.0, "source")
+    source = TypeAdapter[Any](GitSource | PathSource | ArchiveSource | None).validate_python(arguments["source"])
     folder = bring(
-        _fetched(TypeAdapter[Source](Source).validate_python(arguments["source"]), arguments, progress),
+        _fetched(source, arguments, progress),
         arguments["setup"],
         run_dir=Path(arguments["run_dir"]),
         digest=arguments["subject"],
@@ -119,6 +135,8 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source:
     """An archive that lies in a store, brought beside where it is unpacked; any other source as it is."""
+    from runner.job import ArchiveSource
+
     if not isinstance(source, ArchiveSource) or not source.archive.startswith(("s3://", "file://")):
         return source
     folder, _, name = source.archive.rpartition("/")
@@ -154,6 +172,7 @@ def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def _mission(arguments: Arguments) -> Mission:
     from runner.adapters.providers import find_server, with_secrets
+    from runner.job import Job, ProviderName
     from runner.preflight import Mission
 
     env = with_store_keys(with_secrets(os.environ))
@@ -180,7 +199,8 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         store, arguments["job"], {transfer.LOOKED: json.dumps({**written, "abilities": asdict(abilities)}).encode()}
     )
     job, ledger = (read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", LEDGER))
-    seen, lacks = look(arguments, progress), LACKS[abilities.checksums]
+    progress(0.0, "listing")
+    seen, lacks = look(store, arguments["job"]), LACKS[abilities.checksums]
     return {
         **seen,
         "job": job,
@@ -190,9 +210,8 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     }
 
 
-def look(arguments: Arguments, progress: Progress) -> dict[str, Any]:
-    progress(0.0, "listing")
-    found = transfer.survey(_store(arguments), arguments["job"])
+def look(store: Store, job: str) -> dict[str, Any]:
+    found = transfer.survey(store, job)
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
         "outcome": found.outcome,
@@ -211,6 +230,7 @@ def _survey_summary(found: transfer.Survey) -> str:
 def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """What a framework saved; found anew here, since the task may be started again after a crash."""
     from runner.adapters.frameworks import framework_name, get_framework
+    from runner.job import Job
     from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 
     job, directory, told = Job.model_validate(arguments["spec"]), _directory(arguments), arguments["attempt"]
@@ -246,22 +266,29 @@ def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.keeper import expect_ours
+
     directory, store = _directory(arguments), _store(arguments)
     ref = _local_ref(directory, arguments["subject"])
     publishing = _publishing(store, arguments)
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
         published = beside.submit(publishing.publish_files, logs=False)
-        copied = transfer.upload(store, arguments["job"], directory, ref, progress)
+        ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
+        copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
         took = time.monotonic() - started
         published.result()
+        swept = beside.submit(transfer.sweep, store, arguments["job"])
+        seen = look(store, arguments["job"])
+        with suppress(OffsiteError):  # the next upload, or the end of the run, comes by again
+            swept.result()
     if publishing.are_logs_late():
         with suppress(OffsiteError):  # it is tried again with the next copy; the checkpoint is safe
             publishing.publish_files(logs=True)
     size = directory.manifest(ref).size_bytes
     spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
     summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"
-    return {**look(arguments, progress), "summary": summary}
+    return {**seen, "summary": summary}
 
 
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -276,6 +303,7 @@ def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Endpoint and credentials are those of `offload`, as they are for data."""
     from runner.adapters.frameworks import framework_name
+    from runner.job import Job
     from runner.storage import forking
 
     job = Job.model_validate(arguments["spec"])
@@ -310,7 +338,7 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     keep_last, unusable = arguments["offload"]["keep_last"], arguments["unusable"]
     removed = transfer.tidy(store, arguments["job"], keep_last=keep_last, unusable=unusable)
-    return {**look(arguments, progress), "summary": f"removed {', '.join(removed) or 'nothing'}"}
+    return {**look(store, arguments["job"]), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 
 def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -343,6 +371,8 @@ def tell(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.policy.house import NO_LOGS
+
     progress(0.0, "journal, status, logs")
     store = _store(arguments)
     publishing, conclusion = _publishing(store, arguments), arguments["conclusion"]
@@ -375,6 +405,7 @@ def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The data, from wherever each item lies; endpoint and credentials are those of `offload`."""
+    from runner.job import Job
     from runner.storage.offsite import staging
 
     job = Job.model_validate(arguments["spec"])
@@ -433,12 +464,13 @@ def dump_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _store(arguments: Arguments, timeouts_s: tuple[float, float] | None = None) -> Store:
     abilities = parse_abilities(arguments.get("abilities"))
-    offload = OffloadPolicy.model_validate(arguments["offload"])
-    return open_store(offload, with_store_keys(os.environ), abilities, timeouts_s=timeouts_s)
+    return open_store(parse_place(arguments["place"]), with_store_keys(os.environ), abilities, timeouts_s=timeouts_s)
 
 
 def _open_at(address: str, arguments: Arguments) -> Store:
     """Another place, with endpoint and credentials of `offload`."""
+    from runner.job import OffloadPolicy
+
     offload = OffloadPolicy.model_validate({**arguments["offload"], "to": address})
     return open_store(offload, with_store_keys(os.environ))
 
@@ -469,7 +501,7 @@ def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     name = arguments["subject"]
     found = [c.ref for c in transfer.survey(store, arguments["job"]).checkpoints if c.ref.name == name]
     if not found:
-        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True)
+        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True, damaged=True)
     return found[0]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from math import isfinite
@@ -59,6 +59,7 @@ from runner.policy.actions import (
     Notify,
     Prune,
     RecordExit,
+    Refused,
     SetAside,
     TrimLogs,
     Wait,
@@ -163,9 +164,11 @@ def _seconds(text: str) -> float | None:
 # ---------------------------------------------------------------------------------- actions
 
 
-def describe(action: Action) -> str:  # noqa: C901, PLR0911, PLR0912  # one line an action
+def describe(action: Action | Refused) -> str:  # noqa: C901, PLR0911, PLR0912  # one line an action
     """The action in one line; empty for waiting, which is not worth one."""
     match action:
+        case Refused(action=what, error=error):
+            return f"{describe(what) or type(what).__name__.lower()}: that could not be done: {error}; training goes on, it is tried again"
         case Accept():
             return "accept the job"
         case Begin(kind=TaskKind.SURVEY):
@@ -245,7 +248,8 @@ def _describe_join(earlier: Earlier) -> str:
 def _describe_exit(action: RecordExit) -> str:
     code = action.exit.code
     how = "its exit was not seen" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
-    reason = f": {action.reason}" if action.reason and action.ending is Ending.FAILED else ""
+    is_told = action.ending is Ending.FAILED or action.exit.kills.count > 0
+    reason = f": {action.reason}" if action.reason and is_told else ""
     found = action.diagnosis if action.ending is Ending.FAILED else None
     label = f" [{found.label}: {found.cause}]" if found else ""
     return f"attempt {action.ending} at step {action.step} ({how}){reason}{label}"
@@ -286,6 +290,8 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
         if checkpoint.ref not in old_local:
             took = f" in {after.last_save_s:.1f}s" if after.last_save_s else ""
             yield f"checkpoint {checkpoint.ref.name} committed: {size(checkpoint.size_bytes)}{took}"
+    if kills := after.kills.count - (before.kills.count if before else 0):
+        yield replace(after.kills, count=kills).describe() + ("" if before else "; before this runner began")
     if before and _is_news(before.progress, after.progress):
         goes_on = "" if after.progress.save_error.startswith(WAITING) else "; training goes on"
         yield f"{after.progress.save_error}{goes_on}"
@@ -563,7 +569,7 @@ def _checkpoints(seen: Observed) -> list[Mapping[str, Any]]:
             "written_at": written[ref],
             "local": ref in local,
             "offsite": ref in offsite,
-            "verified": ref in offsite or ref.name == name,
+            "verified": (ref in offsite or ref.name == name) and ref.name not in seen.unusable,
         }
         for ref in sorted(local | offsite)
     ]
@@ -593,7 +599,7 @@ def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> lis
         f"on {where}; {machine}",
         f"run folder {around.run_dir}",
         f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; {copies}",
-        f"set in every attempt, unless it is set: {' '.join(f'{name}={value}' for name, value in PREVENTION.items())}",
+        f"{len(PREVENTION)} variables are set in every attempt, unless you set them: {', '.join(list(PREVENTION)[:2])}, … (docs/preflight.md)",
         f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
 
@@ -610,9 +616,9 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
         missed = "what does not fit stays on this disk"
     who = "" if get_framework(job).uses_library else " (where the script makes one at SIGTERM)"
     if job.offload.to is None:
-        return f"the end takes a last save{who}, no copy; {kept} is kept for it before the limit"
+        return f"{kept} is kept before the limit for a last save{who}, without a copy"
     if not seen.last_upload_s or not seen.local:
-        return f"the end takes a last save{who} and its upload, which are timed with the first; {kept} is kept for them before the limit; {missed}"
+        return f"{kept} is kept before the limit for a last save{who} and its upload; {missed}"
     seconds, largest = seen.last_save_s + seen.last_upload_s, max(c.size_bytes for c in seen.local)
     price = Decimal(server.price_per_hour) * Decimal(seconds) / 3600 if server and server.price_per_hour else None
     money = "" if price is None or server is None else f", {price:.2f} {server.currency}"
@@ -738,8 +744,8 @@ def _attempts_before(earlier: Earlier) -> str:
 
 
 def _weights(job: Job, seen: Observed) -> str:
-    if seen.offsite:
-        newest = max(c.ref for c in seen.offsite)
+    if seen.usable:
+        newest = max(c.ref for c in seen.usable)
         return f"{job.offload.to}/{job.name}/checkpoints/{newest.name}"
     is_known = job.offload.to is None or seen.offsite is not None
     if seen.local:

@@ -48,6 +48,7 @@ from runner.results import Checked, LeaseView, StoreView, dump_conclusion
 from runner.sight import AttemptSight, HangWatch, Logs, Saves
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, write_durable
+from runner.storage.offsite import dump_place
 from runner.storage.offsite.staging import is_staged
 from runner.supervise import attempt as attempts
 from runner.supervise import page as pages
@@ -56,6 +57,7 @@ from runner.supervise.alarm import Alarm
 from runner.supervise.autopsy import HANG_FILE
 from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
+from runner.supervise.kills import count_kills
 from runner.supervise.source import is_in_place, source_folder
 from runner.supervise.tasks import TaskBoard
 from vramfarm.protocol import Ref
@@ -172,10 +174,12 @@ class RealWorld:
             leftovers=shelf.leftovers,
             damaged=shelf.damaged,
             offsite=self._store.checkpoints,
-            unusable=frozenset(self._store.unusable),
+            unusable=self._store.unusable(history.unusable),
+            unusable_now=self._store.unusable_now(),
             other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,
+            kills=count_kills(),
             refusal=self._setting.refusal,
             wrong_job=_describe_wrong(self._setting.wrong),
             num_procs=self._setting.num_procs,
@@ -280,8 +284,7 @@ class RealWorld:
     # -------------------------------------------------------------------------------- act
 
     def begin(self, kind: TaskKind, subject: str) -> None:
-        argv = (sys.executable, "-I", "-m", "runner.tasks", kind)
-        self._board.start(kind, subject, argv, self._arguments(subject), now=self._clock.now())
+        self._board.start(kind, subject, _argv(kind), self._arguments(subject), now=self._clock.now())
 
     def _arguments(self, subject: str) -> dict[str, Any]:
         setting = self._setting
@@ -294,8 +297,9 @@ class RealWorld:
             "config_dir": str(setting.config_dir),
             "python": setting.python,
             "offload": setting.job.offload.model_dump(mode="json"),
+            "place": dump_place(setting.job.offload),
             "abilities": self._store.abilities,
-            "unusable": sorted(self._store.unusable),
+            "unusable": sorted(self._store.unusable(self._history.unusable)),
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
@@ -351,9 +355,8 @@ class RealWorld:
             "run_dir": str(self._folder.root),
             "at": now.isoformat(timespec="seconds"),
         }
-        argv = (sys.executable, "-I", "-m", "runner.tasks", TaskKind.NOTIFY)
         arguments = {"names": list(setting.job.notify), "message": message}
-        self._board.start(TaskKind.NOTIFY, event, argv, arguments, now=now)
+        self._board.start(TaskKind.NOTIFY, event, _argv(TaskKind.NOTIFY), arguments, now=now)
 
     def cease(self, kind: TaskKind) -> None:
         self._board.end(kind)
@@ -453,7 +456,7 @@ class RealWorld:
             with suppress(OSError):  # a full disk: then triage goes by what the logs say
                 shutil.copyfile(self._folder.evidence(attempt.number) / HANG_FILE, logs / HANG_FILE)
             attempts.abort(attempt.id, self._sight.ranks, folder=logs, evidence=self._folder.evidence(attempt.number))
-        attempts.kill(attempt.id, savers=savers)
+        attempts.kill(attempt.id, self._folder.attempt(attempt.number), savers=savers)
 
     def forget(self) -> None:
         """The attempt is over and journaled: its page can go."""
@@ -463,10 +466,17 @@ class RealWorld:
     def wait(self) -> None:
         """A tick, whatever `Wait.until` names: that is asked again at each of them."""
         shim = self._sight.shim()
+        if shim and (self._job.offload.to or "").startswith("s3:"):
+            with suppress(OSError):  # no memory for it, or no room for its log: then an upload starts as others do
+                self._board.prepare(TaskKind.UPLOAD, _argv(TaskKind.UPLOAD, "s3"))
         self._alarm.sleep(_STEADY_TICK_S if shim else TICK_S, until=shim, children=self._board.pids())
 
     def wake(self) -> None:
         self._alarm.ring()
+
+
+def _argv(kind: TaskKind, *ahead: str) -> tuple[str, ...]:
+    return (sys.executable, "-I", "-m", "runner.tasks", kind, *ahead)
 
 
 # ------------------------------------------------------------------------------ who we are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,17 @@ def _no_inherited_names() -> Iterator[None]:
     kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OURS)}
     yield
     os.environ.update(kept)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands between a process and its disk, for LD_PRELOAD: vramfarm/trouble.c says what it does."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc on this machine")
+    built = tmp_path_factory.mktemp("shim") / "trouble.so"
+    source = Path(__file__).parent / "vramfarm" / "trouble.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source, "-ldl", "-lpthread"], check=True, timeout=60)
+    return built
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 _BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 1 << 20
+_LATE_S = 0.05
 _CHECKSUM = b"x-amz-checksum-crc32"
 _NOD = b'HTTP/1.1 200 OK\r\netag: "new"\r\ncontent-length: 4\r\n\r\n<a/>'
 
@@ -227,7 +228,7 @@ class _CutError(Exception):
 
 
 class _Line:
-    """All bodies on their way up, together."""
+    """All bodies on their way up, together. What a busy machine kept from passing in time may follow, a moment's worth at most."""
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
@@ -237,7 +238,7 @@ class _Line:
     async def take(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if self.bytes_per_s:
-            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bytes_per_s
+            self._free_at = max(self._free_at, time.monotonic() - _LATE_S) + num_bytes / self.bytes_per_s
             await asyncio.sleep(self._free_at - time.monotonic())
 
 

@@ -30,12 +30,14 @@ from runner.policy.actions import End
 from runner.policy.divergence import LossWatch, divergence, watch_loss
 from runner.policy.ledger import describe_machine, merge
 from runner.policy.limits import deadline
+from runner.results import StoreView
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.journal import Journal
 from tests.fakes import FaultyDisk, PowerLoss
 from vramfarm.protocol import ALGORITHM, TEMPORARY, EndRecord, Manifest, Ref, Shard, shard_name
 
+DAMAGED = "checksum mismatch"
 SAVE_EVERY = 100
 FORKED_STEP = 200  # of the checkpoint of another run
 TURN = timedelta(minutes=1)
@@ -75,6 +77,9 @@ class Elsewhere:
     store_refuses: bool = False
     deaf: bool = False  # the ranks never answer an interrupt
     damaged_there: set[int] = field(default_factory=set)  # steps whose offsite copy does not restore
+    rots: dict[int, int] = field(
+        default_factory=dict
+    )  # step -> so many of its copies are damaged as soon as they are there
     setup_fails: bool = False
     disk_full: bool = False
     only_here: tuple[str, ...] = ()
@@ -107,13 +112,14 @@ class SimWorld:
         self.leave_sent_at: datetime | None = None
         self.tasks: dict[TaskKind, TaskState] = {}
         self.offsite: tuple[Checkpoint, ...] | None = None
-        self.unusable: set[str] = set()
+        self.view = StoreView()
         self.leaving = False
         self.server: Server | None = None
 
     def observe(self, history: History) -> Observed:
         self.history = history
         self._finish_tasks()
+        self.view.learn(self.tasks)
         live = None
         last = history.attempts[-1] if history.attempts else None
         mine = last is not None and self.attempt is not None and last.id == self.attempt.id
@@ -135,7 +141,8 @@ class SimWorld:
             local=self.dir.committed(),
             leftovers=() if live else self.dir.leftovers(),
             offsite=self.offsite,
-            unusable=frozenset(self.unusable),
+            unusable=self.view.unusable(history.unusable),
+            unusable_now=self.view.unusable_now(),
             other_job=self.elsewhere.other_job,
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
@@ -204,10 +211,14 @@ class SimWorld:
         count, since = self._failures[kind]
         since = since or self.elsewhere.now
         self._failures[kind] = (count + 1, since)
-        if kind is TaskKind.RESTORE and final and error == "checksum mismatch":
-            self.unusable.add(state.subject)
         return Failed(
-            subject=state.subject, at=self.elsewhere.now, error=error, final=final, failures=count + 1, since=since
+            subject=state.subject,
+            at=self.elsewhere.now,
+            error=error,
+            final=final,
+            failures=count + 1,
+            since=since,
+            damaged=error == DAMAGED,
         )
 
     def _do_upload(self, name: str) -> str:
@@ -215,12 +226,20 @@ class SimWorld:
         assert found, f"{name} was pruned while it was being uploaded"
         assert self.dir.verify(found[0].ref) == ()
         self.elsewhere.store[found[0].ref] = found[0]
+        self.elsewhere.damaged_there.discard(found[0].ref.step)
+        if self.elsewhere.rots.get(found[0].ref.step, 0) > 0:
+            self.elsewhere.rots[found[0].ref.step] -= 1
+            self.elsewhere.damaged_there.add(found[0].ref.step)
         return ""
+
+    def _do_verify(self, name: str) -> str:
+        (ref,) = (ref for ref in self.elsewhere.store if ref.name == name)
+        return DAMAGED if ref.step in self.elsewhere.damaged_there else ""
 
     def _do_restore(self, name: str) -> str:
         (ref,) = (ref for ref in self.elsewhere.store if ref.name == name)
         if ref.step in self.elsewhere.damaged_there:
-            return "checksum mismatch"
+            return DAMAGED
         if self.elsewhere.disk_full:
             return "not enough room"
         self._save(ref)
@@ -235,8 +254,9 @@ class SimWorld:
 
     def _do_tidy(self, name: str) -> str:
         del name
-        usable = sorted(ref for ref in self.elsewhere.store if ref.name not in self.unusable)
-        gone = usable[: -self.job.offload.keep_last]
+        known = self.view.unusable(self.history.unusable)
+        kept = sorted(ref for ref in self.elsewhere.store if ref.name not in known)[-self.job.offload.keep_last :]
+        gone = [ref for ref in self.elsewhere.store if kept and ref < kept[0]]
         good = {ref for ref in self.elsewhere.store if ref.step not in self.elsewhere.damaged_there}
         assert not good or good - {*gone}, "what could be restored was tidied away"
         self.elsewhere.store = {ref: c for ref, c in self.elsewhere.store.items() if ref not in gone}
@@ -365,7 +385,8 @@ class SimWorld:
     def _save_here(self) -> None:
         assert self.attempt is not None
         assert self.step is not None
-        ref = Ref(self.attempt.lineage, self.step, self.attempt.number, f"{self.attempt.number:08x}")
+        unique = f"{self.attempt.lineage:04x}{self.attempt.number:04x}"
+        ref = Ref(self.attempt.lineage, self.step, self.attempt.number, unique)
         if ref not in {c.ref for c in self.dir.committed()}:
             self._save(ref)
 

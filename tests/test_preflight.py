@@ -15,7 +15,10 @@ from runner import preflight
 from runner.facts import Finding, Severity
 from runner.job import Job
 from runner.preflight import Mission, look_at_code, look_at_machine
+from runner.storage.checkpoints import CheckpointDir
+from runner.storage.disk import Disk
 from tests.probes.test_smi import document
+from tests.storage.examples import commit
 
 TRAINER = Path(__file__).parent / "fake_trainer.py"
 ROWS = "0, GPU-0a, NVIDIA H100 80GB HBM3, 81559, 550.54.15\\n1, GPU-1a, NVIDIA H100 80GB HBM3, 81559, 550.54.15"
@@ -236,6 +239,21 @@ def test_a_store_that_does_not_answer_now_refuses_nothing(tmp_path):
     told = preflight._caught("store", lambda: preflight._store(replace(away, env=env)))
 
     assert [Severity.WARN] == [one.severity for one in told], told
+
+
+@pytest.mark.parametrize(("has_work", "expected"), [(False, Severity.REFUSE), (True, Severity.WARN)])
+def test_a_store_that_may_be_mended_refuses_no_run_that_has_work_here(tmp_path, has_work, expected):
+    """
+    A later life trains on from its checkpoint: nobody may be there to mend the store at once.
+    """
+    unmounted = mission(tmp_path, offload={"to": f"file://{tmp_path}/no-disk/store"})
+    if has_work:
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        commit(CheckpointDir(tmp_path / "run" / "checkpoints", Disk()))
+
+    told = preflight._caught("store", lambda: preflight._store(unmounted))
+
+    assert [("store", expected)] == [(one.name, one.severity) for one in told], told
 
 
 IMPORTS = {

@@ -363,7 +363,7 @@ def test_opening_and_closing_say_where_the_weights_go():
     assert "server srv_abcdef at 31.20 EUR/h; 8 cards" in begin
     assert "copies go to s3://b/runs/j" in begin
     assert "(the default; set limits.max_duration)" in begin
-    assert "set in every attempt, unless it is set: NCCL_DEBUG=WARN " in begin
+    assert "7 variables are set in every attempt, unless you set them: NCCL_DEBUG, " in begin
     assert "weights      s3://b/runs/j/checkpoints/step-00000500-0123abcd" in finish
     assert "attempts     1 (1 failed)" in finish
     assert "srv_abcdef is being stopped; its disk is thrown away: nothing is only there" in finish
@@ -518,7 +518,7 @@ SCRIPT = {"framework": "torch_save", "command": "train.py {resume_args}"}
     ("change", "measured", "server", "said"),
     [
         pytest.param(
-            {}, False, SERVER, "timed with the first; 1m 20s is kept for them before the limit", id="at the start"
+            {}, False, SERVER, "1m 20s is kept before the limit for a last save and its upload; what", id="at the start"
         ),
         pytest.param(
             {}, True, SERVER, "takes about 2m 10s, 1.13 EUR: a save 10s, the upload of 12.4 GB 2m 00s", id="measured"
@@ -529,7 +529,9 @@ SCRIPT = {"framework": "torch_save", "command": "train.py {resume_args}"}
         pytest.param(
             {"limits": {"on_limit": "stop_anyway"}}, True, SERVER, "what does not fit is lost", id="stop anyway"
         ),
-        pytest.param({"offload": {}}, False, SERVER, "takes a last save, no copy", id="no store"),
+        pytest.param(
+            {"offload": {}}, False, SERVER, "is kept before the limit for a last save, without a copy", id="no store"
+        ),
         pytest.param(
             SCRIPT, True, SERVER, "a save (where the script makes one at SIGTERM) 10s, the upload", id="a script's own"
         ),

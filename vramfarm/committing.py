@@ -21,7 +21,7 @@ from typing import Any, Final
 from vramfarm import folder, image, protocol, writing
 from vramfarm.arenas import Arenas
 from vramfarm.orders import Orders, say
-from vramfarm.protocol import ControlPage, Reason, Slot
+from vramfarm.protocol import ControlPage, Reason, Slot, Word
 
 ALGORITHM: Final = "crc32"
 FROZEN: Final = "frozen"  # in the manifest's state
@@ -82,6 +82,7 @@ class Committer:
         again = self._committed_before(step)
         if again is not None:
             return again
+        began = time.monotonic_ns()
         staged = [self._staged(rank) for rank in range(self._page.num_ranks)]
         identity = os.urandom(4).hex()
         temporary = self._orders.directory / f"{protocol.TEMPORARY}{step:08d}-{identity}"
@@ -98,6 +99,7 @@ class Committer:
             self.shards_s = time.monotonic() - started
             self._expect_cover([temporary / shard.path for shard in written])
             manifest = self._manifest(step, reason, identity, written, staged)
+            self._page[Word.SAVE_NS] = time.monotonic_ns() - began  # whoever sees the folder asks how long it took
             folder.commit(temporary, manifest)
         except BaseException:
             folder.discard(temporary)

@@ -38,6 +38,7 @@ class SaverProcess:
         self._wait_ns = _TEND_NS
         self._silence_ns = int(silence_s * 1e9)
         self._beat = self._heard_ns = self._silent_looks = 0
+        self._has_killed = False
 
     def tend(self) -> None:
         """
@@ -53,6 +54,7 @@ class SaverProcess:
             self._wait_ns = _TEND_NS
             self._listen(pid, now)
             return
+        self._tell_death()
         self._start()
         self._heard_ns, self._silent_looks = now, 0
         self._next_ns, self._wait_ns = now + self._wait_ns, min(2 * self._wait_ns, _SLOW_NS)
@@ -70,6 +72,16 @@ class SaverProcess:
         pid = self._page[Word.SAVER_PID]
         return pid if pid and protocol.process_started(pid) == self._page[Word.SAVER_STARTED] else 0
 
+    def _tell_death(self) -> None:
+        """Of one that could not say why itself. What it had staged is not lost: its successor writes it."""
+        code = self._child.returncode if self._child is not None else 0
+        was_ours, self._has_killed = self._has_killed, False
+        if code >= 0 or was_ours or self._page[Word.ENDED]:
+            return
+        why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
+        self._page.set_error(f"the saver was killed by signal {-code}{why}; it is started again")
+        self._page[Word.NUM_FAILED] += 1
+
     def _listen(self, pid: int, now: int) -> None:
         """
         Kill a saver that has long been silent: one that was stopped must not wake up beside its successor.
@@ -86,6 +98,7 @@ class SaverProcess:
         doing = protocol.process_state(pid) or "stuck"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+            self._has_killed = True
         self._heard_ns, self._silent_looks = now, 0
         self._page.set_error(
             f"the saver said nothing for {self._silence_ns / 1e9:.0f} s ({doing}): it is killed, and started again"

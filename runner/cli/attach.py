@@ -12,7 +12,6 @@ import curses
 import locale
 import os
 import sys
-import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -25,7 +24,8 @@ from runner.cli.runs import find_in_store, find_run, is_alive
 from runner.cli.screen import BEGINS, View, screen
 from runner.cli.status import read_status
 from runner.errors import JobError
-from runner.probes.cards import CardUse, read_cards
+from runner.supervise import process
+from runner.supervise.cards import Cards
 from runner.supervise.logs import Follower, Line, tail
 
 _LOOK_S: Final = 1.0
@@ -67,7 +67,7 @@ class _Desk:
     def __init__(self, run_dir: Path, rank: int | None) -> None:
         self._run_dir = run_dir
         self._log = _Log(run_dir)
-        self._cards = _Cards()
+        self._cards = Cards()
         self._view = View(status={}, alive=True, now=datetime.now(UTC), rank=rank)
         self._looked_at = float("-inf")
 
@@ -86,8 +86,10 @@ class _Desk:
     def _look(self) -> None:
         self._looked_at = time.monotonic()
         now = datetime.now(UTC)
+        cards = self._cards.look(self._looked_at, every_s=_CARDS_S)
+        process.reap()
         lines = self._view.lines if self._view.held else tuple(self._log.read())
-        self._view = replace(self._view, now=now, cards=self._cards.latest(), lines=lines)
+        self._view = replace(self._view, now=now, cards=cards, lines=lines)
         with suppress(JobError):  # not written yet, or just being replaced: the last one stays
             status, _ = read_status(str(self._run_dir))
             self._view = replace(self._view, status=status, alive=is_alive(self._run_dir))
@@ -129,22 +131,6 @@ class _Log:
         if self._follower is not None:
             self._lines.extend(self._follower.read())
         return self._lines
-
-
-class _Cards:
-    """Asked beside the screen: nvidia-smi takes a second, and hangs with a broken driver."""
-
-    def __init__(self) -> None:
-        self._cards: tuple[CardUse, ...] = ()
-        threading.Thread(target=self._ask, daemon=True).start()
-
-    def latest(self) -> tuple[CardUse, ...]:
-        return self._cards
-
-    def _ask(self) -> None:
-        while True:
-            self._cards = read_cards()
-            time.sleep(_CARDS_S)
 
 
 def _paint(window: curses.window, view: View) -> None:

@@ -74,6 +74,7 @@ def _look(job: Job, folder: RunFolder, history: History, num_procs: int, there: 
         local=shelf.committed,
         leftovers=shelf.leftovers,
         offsite=there.checkpoints,
+        unusable=history.unusable,
         concluded_elsewhere=there.conclusion,
         machine=history.machine,
         ledger=there.ledger,

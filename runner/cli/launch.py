@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job
+from runner.cli.load import JOB_VARIABLE, LoadedJob, add_job, load_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import refuse_planned
 from runner.errors import JobError, LockedError, MachineError
@@ -56,7 +56,7 @@ class Plan:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="JOB", help=f"as for run; without it, ${JOB_VARIABLE}")
+    add_job(parser, default=f"; without it, ${JOB_VARIABLE}")
     parser.add_argument("--image", default=IMAGE, help=f"the runner's image, or one made FROM it (default: {IMAGE})")
     parser.add_argument("--name", help="of the container and its volume (default: the job's)")
     parser.add_argument(
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    loaded = load_job(args.config, os.environ)
+    loaded = load_job(named_job(args), os.environ)
     refuse_planned(loaded.job)
     if args.dry_run:
         plan = make_plan(args, loaded, os.environ, has_gpus=args.gpus == "auto" and not loaded.job.cpu_processes)

@@ -6,6 +6,7 @@ Names of secrets stay names here: nothing in this module reads a secret's value.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import binascii
 import json
@@ -58,6 +59,21 @@ class LoadedJob:
     workspace: Path
     date: str  # what `{date}` became
     identity: Mapping[str, Any] | None = None  # of a job that is taken from its run folder
+
+
+def add_job(parser: argparse.ArgumentParser, *, default: str = "") -> None:
+    """JOB, in both ways that people type it."""
+    parser.add_argument(
+        "job", metavar="JOB", nargs="?", help=f"path of job.yaml, - or an https:// or s3:// address{default}"
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same")
+
+
+def named_job(args: argparse.Namespace) -> str | None:
+    if args.job and args.config and args.job != args.config:
+        raise JobError(f"expected one job, found two: {args.job} and {args.config}")
+    named: str | None = args.config or args.job
+    return named
 
 
 def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
@@ -137,15 +153,27 @@ def _from_file(source: str, path: Path) -> bytes:
         raise JobError(f"{source}: expected a file, found a folder", hint=f"name the file: {source}/job.yaml") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise JobError(f"{source}: cannot be read: {reason}", hint="in a container, mount its folder first") from None
+        raise JobError(
+            f"{source}: cannot be read: {reason}",
+            hint=f"is the path right{_here()}? in a container, mount its folder first",
+        ) from None
+
+
+def _here() -> str:
+    """What may have been meant."""
+    try:
+        found = sorted(path.name for path in Path.cwd().glob("[!.]*.y*ml"))[:5]
+    except OSError:
+        found = []
+    return f" (here: {', '.join(found)})" if found else ""
 
 
 def _from_variable(env: Mapping[str, str]) -> str:
     value = env.get(JOB_VARIABLE, "").strip()
     if not value:
         raise JobError(
-            f"no job: expected --config FILE, or its text in ${JOB_VARIABLE}, found neither",
-            hint="vramfarm-runner run --config job.yaml",
+            f"no job: expected JOB, or its text in ${JOB_VARIABLE}, found neither",
+            hint=f"name a file{_here()}",
         )
     compact = "".join(value.split())
     if not re.fullmatch(r"[A-Za-z0-9+/_-]+=*", compact):

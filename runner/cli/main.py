@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Final, Protocol, cast
 
 from runner import __version__
 from runner.cli.bugreport import where, write_bug_report
-from runner.cli.streams import discard_stdout, open_what_is_closed, speaking
+from runner.cli.streams import discard_stdout, open_what_is_closed, speaking, write_whatever_comes
 from runner.errors import JobError, RunnerError
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         open_what_is_closed()
+        write_whatever_comes()
         code = _dispatch(arguments)
         with speaking():
             sys.stdout.flush()
@@ -88,7 +92,9 @@ def _dispatch(arguments: list[str]) -> int:
     if not name or name.startswith("-"):
         name, arguments = "run", ["run", *arguments]
     if name not in COMMANDS and name not in _INSIDE:
-        _parser().error(f"{name}: no such command; expected one of {', '.join(COMMANDS)}")
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+        _parser().error(f"{name}: no such command; {meant}")
     command = cast("Command", import_module(f"runner.cli.{name}"))
     if name in _READ_THEIR_OWN:
         return command.run(argparse.Namespace(rest=arguments[1:]))
@@ -100,7 +106,11 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())
+    width = max(shutil.get_terminal_size().columns - 2, 40)
+    listing = "\n".join(
+        textwrap.fill(summary, width, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15)
+        for name, summary in COMMANDS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="vramfarm-runner",
         usage="vramfarm-runner [COMMAND] [--config job.yaml] …",

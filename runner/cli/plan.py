@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from runner.cli.estimate import Asked, estimate
 from runner.cli.foresee import foresee
-from runner.cli.load import LoadedJob, load_job
+from runner.cli.load import LoadedJob, add_job, load_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planpage import page
 from runner.errors import JobError, MachineError
@@ -37,8 +37,7 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10*
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="JOB", nargs="?", help="path of job.yaml, - or an https:// or s3:// address")
-    parser.add_argument("--config", dest="named", metavar="JOB", help="the same")
+    add_job(parser)
     parser.add_argument("--parameters", metavar="N", help="size of the model: 8e9 or 8B; with it no job is needed")
     parser.add_argument("--cards", metavar="N", help="number of cards (1 to 1024)")
     parser.add_argument("--gpu", metavar="NAME", help=f"kind of card: {', '.join(card.slug for card in CARDS)}")
@@ -68,7 +67,7 @@ def _one_of(names: type[StrEnum], meaning: str) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    source = args.named or args.config
+    source = named_job(args)
     loaded = None if args.parameters and source is None else load_job(source, os.environ)
     asked = _asked(args, loaded)
     answer = estimate(asked)

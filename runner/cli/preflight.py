@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.adapters.providers import find_server, with_secrets
-from runner.cli.load import load_job
+from runner.cli.load import add_job, load_job, named_job
 from runner.cli.loop import find_out, find_wrong
 from runner.cli.output import out, out_json
 from runner.facts import Finding, Preflight, Severity, Verdict
@@ -33,13 +33,13 @@ _VERDICTS: Final = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="JOB", help="path of job.yaml, - or an https:// or s3:// address")
+    add_job(parser)
     parser.add_argument("--json", action="store_true", help="verdict, reasons, changes and findings, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
-    loaded = load_job(args.config, env)
+    loaded = load_job(named_job(args), env)
     server = None if loaded.job.provider.kind is ProviderName.NONE else find_server(env)
     setting = find_out(loaded, env, server, accept_change=True)
     if wrong := find_wrong(setting):

@@ -31,7 +31,7 @@ from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
 from runner.adapters.secrets import FOLDER, find_values
-from runner.cli.load import LoadedJob, load_job, place_of
+from runner.cli.load import LoadedJob, add_job, load_job, named_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rehearsal_eye import LOG, Eye
@@ -72,7 +72,7 @@ _CLEAR_S: Final = 10.0  # of who interrupts it: a store that does not answer is 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="JOB", help="path of job.yaml, - or an https:// or s3:// address")
+    add_job(parser)
     parser.add_argument(
         "--minutes",
         type=_minutes,
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit 0 only if nothing failed; 3, 4 or 6 for a machine, a store or a job that is not ready."""
     _heed(_interrupt)
     env = with_secrets(os.environ)
-    loaded = load_job(args.config, env)
+    loaded = load_job(named_job(args), env)
     refuse_planned(loaded.job)
     check_framework(loaded.job, partial(place_of, loaded))
     job = derive(loaded, timedelta(minutes=args.minutes))

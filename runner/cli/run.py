@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from runner.adapters.providers import find_server
-from runner.cli.load import JOB_VARIABLE, STDIN
+from runner.cli.load import JOB_VARIABLE, STDIN, add_job, named_job
 from runner.errors import JobError
 
 _GUARDIAN: Final = Path(__file__).resolve().parents[1] / "guardian.py"
@@ -28,12 +28,7 @@ _MAX_VARIABLE_BYTES: Final = 120_000  # Linux takes 128 KiB for one variable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB", nargs="?", help="the same as --config, as other commands take it")
-    parser.add_argument(
-        "--config",
-        metavar="JOB",
-        help=f"path of job.yaml, - or an https:// or s3:// address; without it, ${JOB_VARIABLE}",
-    )
+    add_job(parser, default=f"; without it, ${JOB_VARIABLE}")
     parser.add_argument(
         "--start-over",
         action="store_true",
@@ -57,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    config = args.config or getattr(args, "job", None)
+    config = named_job(args)
     if config == STDIN:
         _keep(sys.stdin.buffer.read(_MAX_VARIABLE_BYTES))
         config = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from runner.probes.cards import CardUse
+from runner.facts import CardPulse
 from runner.supervise.logs import Line
 from runner.words import size, span
 
@@ -30,7 +30,7 @@ class View:
     status: Mapping[str, Any]
     alive: bool
     now: datetime
-    cards: Sequence[CardUse] = ()
+    cards: Sequence[CardPulse] = ()
     lines: Sequence[Line] = ()
     rank: int | None = None
     held: bool = False
@@ -151,7 +151,7 @@ def _where(checkpoint: Mapping[str, Any], status: Mapping[str, Any]) -> str:
     return "here, not in the store yet" if status.get("store") else "only on this disk"
 
 
-def _cards(cards: Sequence[CardUse], width: int) -> Iterator[str]:
+def _cards(cards: Sequence[CardPulse], width: int) -> Iterator[str]:
     """As many beside each other as fit."""
     texts = [_card(card) for card in cards]
     if not texts:
@@ -162,12 +162,12 @@ def _cards(cards: Sequence[CardUse], width: int) -> Iterator[str]:
         yield "".join(text.ljust(column) for text in texts[first : first + per_line]).rstrip()
 
 
-def _card(card: CardUse) -> str:
+def _card(card: CardPulse) -> str:
     parts = [f"card {card.index}"]
-    parts += [f"{card.use:3.0f}%"] if card.use is not None else []
+    parts += [f"{card.use_percent:3.0f}%"] if card.use_percent is not None else []
     if card.used_bytes is not None and card.total_bytes is not None:
         parts.append(f"{size(card.used_bytes)} of {size(card.total_bytes)}")
-    parts += [f"{card.power:.0f} W"] if card.power is not None else []
+    parts += [f"{card.power_w:.0f} W"] if card.power_w is not None else []
     parts += [f"{card.temperature:.0f} °C"] if card.temperature is not None else []
     return "  ".join(parts)
 

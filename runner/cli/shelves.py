@@ -6,7 +6,6 @@ Libraries of the store are imported late: they are slow.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from runner.cli.stores import Address, StoredRun, open_run
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, StoreError
 from runner.facts import Checkpoint
-from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checkpoints import FOLDER, CheckpointDir, checkpoints_of
 from runner.storage.disk import Disk
 from vramfarm.protocol import DAMAGED, MANIFEST, ProtocolError, Ref, is_name, parse_manifest
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from runner.storage.offsite.transfer import Progress, Source, Survey
 
 _MARKS: Final = ("status.json", "ledger.json", "job.json")
-_FOLDER: Final = "checkpoints"
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _A_FEW: Final = 5
 _T = TypeVar("_T")
@@ -75,9 +73,9 @@ def find_place(which: str | None) -> Place:
             hint="give the folder its name again: it stands in the manifest, too",
         )
     is_whose = is_run(path.parent)
-    if _has_checkpoints(path) or (is_whose and path == _folder(path.parent)):
+    if _has_checkpoints(path) or (is_whose and path == checkpoints_of(path.parent)):
         return Place(root=path, run_dir=path.parent if is_whose else None)
-    if is_run(path) or _has_checkpoints(path / _FOLDER):
+    if is_run(path) or _has_checkpoints(path / FOLDER):
         return _of_run(path)
     if not path.is_dir() or is_run(workspace_of(os.environ) / which):
         return _of_run(find_run(which, os.environ))
@@ -197,7 +195,7 @@ def _there(run: StoredRun, ref: Ref) -> Candidate:
 
 
 def _of_run(run_dir: Path) -> Place:
-    return Place(root=_folder(run_dir), run_dir=run_dir)
+    return Place(root=checkpoints_of(run_dir), run_dir=run_dir)
 
 
 def _of_one(path: Path) -> Place:
@@ -233,12 +231,3 @@ def _refuse_pickles(path: Path) -> None:
             f"{path}: expected a checkpoint with {MANIFEST} and .safetensors files, found {pickles[0]}; "
             "a pickle can run code and is not read",
         )
-
-
-def _folder(run_dir: Path) -> Path:
-    """As the accepted job says, which may have been moved or copied here since."""
-    try:
-        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
-    except (OSError, ValueError, KeyError, TypeError):
-        name = ""
-    return run_dir / (name or _FOLDER)

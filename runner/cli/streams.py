@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ def open_what_is_closed() -> None:
             nothing = os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free: this one
             os.set_inheritable(nothing, True)  # noqa: FBT003  # the guardian has it, too
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def write_whatever_comes() -> None:
+    """A terminal that knows ASCII only gets escapes in place of the signs that it lacks; none of our words is worth a crash."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from runner.adapters.providers.contract import Keep
 from runner.adapters.providers.http import make_send
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.dates import DATE_VARIABLE
-from runner.cli.load import JOB_VARIABLE, LoadedJob, load_job, place_of
+from runner.cli.load import JOB_VARIABLE, LoadedJob, add_job, load_job, named_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import REFUSAL, digest
@@ -77,9 +77,7 @@ _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes afte
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="JOB", required=True, help="path of job.yaml, or an https:// or s3:// address"
-    )
+    add_job(parser)
     parser.add_argument(
         "--at-most", metavar="PRICE", type=_price, help="most that an hour of the machine may cost: 25/h"
     )
@@ -100,7 +98,7 @@ def _price(text: str) -> Decimal:
 
 def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
-    loaded = load_job(args.config, env)
+    loaded = load_job(named_job(args), env)
     env |= find_values((*loaded.job.secrets, *loaded.job.notify), env)
     _check(loaded, env)
     check_script(loaded)

@@ -17,7 +17,7 @@ import structlog
 from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
 from runner.job import Job
-from runner.policy.actions import Accept, Action, End, GoOn, Launch, TrimLogs, Wait
+from runner.policy.actions import Accept, Action, End, GoOn, Launch, Refused, TrimLogs, Wait
 from runner.policy.batch import tell_batch
 from runner.policy.scaling import tell_scaling
 from runner.report import gather_folder, page
@@ -108,7 +108,7 @@ class Teller:
         self._draining = False  # said in this boot that the end is held up
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
-    def __call__(self, action: Action | None, seen: Observed, history: History) -> None:
+    def __call__(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
         if self._before is None:
             self._begun_at = seen.now
             for line in opening(self._job, seen, self._around, self._machine):
@@ -137,7 +137,7 @@ class Teller:
         self._measure(seen, history)
         self._before = seen
 
-    def _is_told(self, action: Action, now: datetime) -> bool:
+    def _is_told(self, action: Action | Refused, now: datetime) -> bool:
         """A script that floods its logs has them trimmed each second; that is one line a flood."""
         if not isinstance(action, TrimLogs):
             return False

@@ -20,4 +20,4 @@ def run(args: argparse.Namespace) -> int:
     end_with_parent(signal.SIGTERM)
     if os.getppid() != args.parent:  # it died before it was asked for
         return LeftError.exit_code
-    return real.run(argparse.Namespace(config=STDIN, start_over=False, go_on=False, accept_change=False))
+    return real.run(argparse.Namespace(job=None, config=STDIN, start_over=False, go_on=False, accept_change=False))

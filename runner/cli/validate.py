@@ -17,7 +17,7 @@ from runner.adapters.launchers import Launch, check_command, check_first_word, s
 from runner.adapters.providers import PROVIDERS
 from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.secrets import FOLDER, find_values
-from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
+from runner.cli.load import CHECK_IT, LoadedJob, add_job, load_job, named_job, place_of
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
 from runner.cli.script import check_script
@@ -49,14 +49,13 @@ _RARE: Final = timedelta(hours=2)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="JOB", nargs="?", help="path of job.yaml, - or an https:// or s3:// address")
-    parser.add_argument("--config", dest="named", metavar="JOB", help="the same")
+    add_job(parser)
     parser.add_argument("--json", action="store_true", help="the job with every default, and the warnings, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        loaded = load_job(args.named or args.config, os.environ)
+        loaded = load_job(named_job(args), os.environ)
     except JobError as error:  # nobody is told to do what was just done
         raise JobError(str(error), hint=error.hint.removeprefix(CHECK_IT)) from None
     check_framework(loaded.job, partial(place_of, loaded))

@@ -4,20 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from runner.errors import (
+    GaveUpError,
+    JobError,
+    LeftError,
+    LimitError,
+    LockedError,
+    MachineError,
+    StoppedError,
+    StoreError,
+)
 from runner.facts import Diagnosis, Earlier, Ending, Exit, Outcome, TaskKind
 from vramfarm.protocol import Ref
 
 EXIT_CODES = {
     Outcome.SUCCEEDED: 0,
-    Outcome.GAVE_UP: 6,
-    Outcome.STOPPED: 8,
-    Outcome.LIMIT: 7,
-    Outcome.REFUSED: 3,
-    Outcome.STORE: 4,
+    Outcome.GAVE_UP: GaveUpError.exit_code,
+    Outcome.STOPPED: StoppedError.exit_code,
+    Outcome.LIMIT: LimitError.exit_code,
+    Outcome.REFUSED: MachineError.exit_code,
+    Outcome.STORE: StoreError.exit_code,
 }
-LEFT = 75
-WRONG_JOB = 2
-LOCKED = 5
+LEFT = LeftError.exit_code
+WRONG_JOB = JobError.exit_code
+LOCKED = LockedError.exit_code
 
 OTHER_JOB = (
     "give the job another name, or pass --accept-change to go on with the change, and --go-on where the run was over"
@@ -197,3 +207,11 @@ Action = (
     | Leave
     | Wait
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing that is decided: what this machine refused to do while an attempt lives. It is tried again."""
+
+    action: Action
+    error: str

@@ -52,16 +52,21 @@ def accumulation(job: Job, cards: int) -> int:
     return split.accumulation if isinstance(split, Split) else 1
 
 
+def tell_cards(count: int) -> str:
+    """So many of them, for people."""
+    return "1 card" if count == 1 else f"{count} cards"
+
+
 def _what_would_work(batch: Batch, cards: int) -> str:
     samples, unit = batch.global_, batch.per_card * cards
-    found = f"batch: global {samples} is not a multiple of per_card {batch.per_card} x {_cards(cards)} = {unit}"
+    found = f"batch: global {samples} is not a multiple of per_card {batch.per_card} x {tell_cards(cards)} = {unit}"
     return f"{found}; {', or '.join(_cures(batch, cards))}"
 
 
 def _cures(batch: Batch, cards: int) -> Iterator[str]:
     samples, unit = batch.global_, batch.per_card * cards
     if smaller := batch.largest_per_card(cards):
-        yield f"per_card {smaller} keeps it on {_cards(cards)}"
+        yield f"per_card {smaller} keeps it on {tell_cards(cards)}"
     working = [n for n in range(1, _MOST_CARDS + 1) if samples % (batch.per_card * n) == 0]
     if working:
         yield f"{_listed(working)} cards do it with per_card {batch.per_card}"
@@ -79,14 +84,14 @@ def tell_batch(job: Job, launch: Launch, history: History, seen: Observed) -> It
     if isinstance(split, Split):
         kept = before is not None and before.global_batch == split.samples and before.cards != split.cards
         yield (
-            f"global batch {split.samples}{' is kept' if kept else ''}: {split.per_card} a card x {_cards(split.cards)} "
-            f"x {split.accumulation} (VRAMFARM_GRAD_ACCUM){f'; before: {_cards(before.cards)}' if kept and before else ''}"
+            f"global batch {split.samples}{' is kept' if kept else ''}: {split.per_card} a card x {tell_cards(split.cards)} "
+            f"x {split.accumulation} (VRAMFARM_GRAD_ACCUM){f'; before: {tell_cards(before.cards)}' if kept and before else ''}"
         )
     if before is None:
         return
     if split is None and before.global_batch == 0 and before.cards not in {0, seen.num_procs}:
         yield (
-            f"{_cards(before.cards)} before, {seen.num_procs} now: with the same batch a card the global batch changes; "
+            f"{tell_cards(before.cards)} before, {seen.num_procs} now: with the same batch a card the global batch changes; "
             f"`batch` in job.yaml keeps it, or {learning_rate_advice(before.cards, seen.num_procs)}"
         )
     if isinstance(split, Split) and before.global_batch not in {0, split.samples}:
@@ -119,10 +124,6 @@ def _before(launch: Launch, history: History, seen: Observed) -> _Before | None:
 
 def _made(attempt: Attempt, ref: Ref) -> bool:
     return (attempt.number, attempt.lineage) == (ref.attempt, ref.lineage)
-
-
-def _cards(count: int) -> str:
-    return "1 card" if count == 1 else f"{count} cards"
 
 
 def _listed(numbers: list[int]) -> str:

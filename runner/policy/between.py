@@ -151,7 +151,7 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
     """Have the store's answer; None: it has none, and there is something on this disk to go on with."""
     state = seen.tasks.get(kind)
     if isinstance(state, Failed):
-        if state.final:
+        if _is_last_word(state, seen):
             return refuse(Outcome.STORE, _with_hint(state), job, seen)
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
@@ -159,6 +159,14 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
             waited = STORE_PATIENCE.total_seconds() / 60
             return refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
     return begin(kind, subject, seen) or Wait()
+
+
+def _is_last_word(failed: Failed, seen: Observed) -> bool:
+    """
+    Whoever starts a run is told at once what is wrong. A later life has work on this disk, and nobody may be there to
+    read it: what may be cured is an outage then, as it is while it trains.
+    """
+    return failed.final and not (failed.curable and seen.local)
 
 
 def _with_hint(failed: Failed) -> str:
@@ -260,7 +268,11 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     spoilt = {ref.name for ref in local | offsite if is_distrusted(ref, history)}
     spoilt |= stale_copies((*seen.local, *(seen.offsite or ())), job.checkpoint.resume)
     plan: From | Fetch | Fork = plan_resume(
-        local - {r for r in local if r.name in spoilt}, offsite, floor=floor, unusable=seen.unusable | spoilt
+        local - {r for r in local if r.name in spoilt},
+        offsite,
+        floor=floor,
+        unusable=seen.unusable | spoilt,
+        last_resort=seen.unusable - seen.unusable_now - spoilt,
     )
     if isinstance(plan, From) and plan.ref is None and not _lost(seen, floor):
         plan = plan_fork(job.checkpoint.resume, seen.local, local | offsite, plan)
@@ -312,7 +324,7 @@ def _fork(job: Job, seen: Observed, plan: Fork) -> Action:
 def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
     """What a launch cannot do without; a store that is away is waited for."""
     state, failed = seen.tasks.get(kind), failure_of(kind, subject, seen)
-    if failed and (failed.final or seen.now >= (failed.since or failed.at) + STORE_PATIENCE):
+    if failed and (_is_last_word(failed, seen) or seen.now >= (failed.since or failed.at) + STORE_PATIENCE):
         reason, is_usage = _with_hint(failed), failed.exit_code == WRONG_JOB
         return refuse_job(reason, job, seen) if is_usage else refuse(Outcome.STORE, reason, job, seen)
     if isinstance(state, Finished) and state.subject == subject:

@@ -3,11 +3,21 @@
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Outcome, Running, TaskKind
+from runner.facts import Conclusion, Failed, History, LeaseState, Observed, Outcome, Running, TaskKind
 from runner.job import AtEnd, Job
 from runner.policy.actions import EXIT_CODES, LOCKED, WRONG_JOB, Action, End, Leave, Wait
 from runner.policy.house import newest_unsafe, set_aside, tidy
-from runner.policy.slow import STORE_PATIENCE, WRITERS, begin, end_stuck, failure_of, is_stuck, may_write
+from runner.policy.slow import (
+    STORE_PATIENCE,
+    WRITERS,
+    begin,
+    end_stuck,
+    failure_of,
+    is_done,
+    is_mended,
+    is_stuck,
+    may_write,
+)
 
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
@@ -67,9 +77,8 @@ def _why_not(seen: Observed) -> str:
 
 def is_safe(job: Job, seen: Observed) -> bool:
     """Whether the newest checkpoint was compared with the store, and the store has it all."""
-    state = seen.tasks.get(TaskKind.VERIFY)
-    newest = max((c.ref for c in seen.offsite or ()), default=None)
-    verified = newest is not None and isinstance(state, Finished) and state.subject == newest.name
+    newest = max((c.ref for c in seen.usable), default=None)
+    verified = newest is not None and is_done(TaskKind.VERIFY, newest.name, seen)
     return job.offload.to is not None and verified and newest_unsafe(job, seen) is None
 
 
@@ -88,7 +97,7 @@ def _bring_off(job: Job, history: History, seen: Observed) -> Action | None:
         _try(TaskKind.SURVEY, "store", history, seen, wanted=seen.offsite is None)
         or set_aside(seen)
         or _upload_last(job, history, seen)
-        or _verify_last(history, seen)
+        or _verify_last(job, history, seen)
         or _try(TaskKind.OUTPUTS, ALL_OUTPUTS, history, seen, wanted=bool(job.outputs))
         or tidy(job, history, seen)
         or _wait_for_tidying(seen)
@@ -108,10 +117,11 @@ def _upload_last(job: Job, history: History, seen: Observed) -> Action | None:
     return _try(TaskKind.UPLOAD, ref.name, history, seen, wanted=True)
 
 
-def _verify_last(history: History, seen: Observed) -> Action | None:
-    if not seen.offsite:
+def _verify_last(job: Job, history: History, seen: Observed) -> Action | None:
+    """Nothing is proven by an older one where the newest is not there."""
+    if not seen.usable or newest_unsafe(job, seen) is not None:
         return None
-    newest = max(c.ref for c in seen.offsite)
+    newest = max(c.ref for c in seen.usable)
     return _try(TaskKind.VERIFY, newest.name, history, seen, wanted=True)
 
 
@@ -126,14 +136,15 @@ def _publish(history: History, seen: Observed) -> Action | None:
 def _try(kind: TaskKind, subject: str, history: History, seen: Observed, *, wanted: bool) -> Action | None:
     """Begin it, wait for it, try it again while there is patience; None when it is done or hopeless."""
     assert history.conclusion is not None
-    state = seen.tasks.get(kind)
     if is_stuck(kind, seen):
         return end_stuck(seen) if seen.now < _patience_ends(history.conclusion, seen) else None
-    if not wanted or (isinstance(state, Finished) and state.subject == subject):
+    if not wanted or is_done(kind, subject, seen):
         return None
     failed = failure_of(kind, subject, seen)
     if failed and (
-        _is_hopeless(failed) or _is_in_vain(history, seen) or seen.now >= _patience_ends(history.conclusion, seen)
+        (_is_hopeless(failed) and not is_mended(kind, failed, seen))
+        or _is_in_vain(history, seen)
+        or seen.now >= _patience_ends(history.conclusion, seen)
     ):
         return None
     return begin(kind, subject, seen) or Wait()

@@ -105,11 +105,11 @@ def _upload(job: Job, seen: Observed) -> Action | None:
 
 
 def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
-    """The newest checkpoint here, if the store has neither it nor a newer one."""
+    """The newest checkpoint here, if the store has neither it nor a newer one; what is damaged there it has not."""
     if job.offload.to is None or seen.offsite is None or not seen.local:
         return None
     newest = max(c.ref for c in seen.local)
-    return newest if newest > max((c.ref for c in seen.offsite), default=_NOTHING) else None
+    return newest if newest > max((c.ref for c in seen.usable), default=_NOTHING) else None
 
 
 def tidy(job: Job, history: History, seen: Observed) -> Action | None:
@@ -126,7 +126,7 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         if seen.damaged:  # evidence, and large: a checkpoint that can be used is worth more
             return Discard(seen.damaged[0])
         cramped = plan_retention(refs, keep_last=1, in_use=in_use)
-        if cramped.remove:
+        if cramped.remove and has_room(seen, without=cramped.remove[0]):
             return Prune(cramped.remove[0], f"the disk has no room for one more beside {len(refs)}; one is kept")
     return None if seen.divergence else _tidy_store(job, seen)
 
@@ -135,9 +135,9 @@ def _tidy_store(job: Job, seen: Observed) -> Action | None:
     """
     An older one goes when the newest is proven: it came whole from here, or came back whole, or was verified.
 
-    What a listing shows is not enough, since bytes may be wrong in the newest; what failed to come back counts for nothing.
+    What a listing shows is not enough, since bytes may be wrong in the newest; what is damaged there counts for nothing.
     """
-    usable = sorted(c.ref for c in seen.offsite or () if c.ref.name not in seen.unusable)
+    usable = sorted(c.ref for c in seen.usable)
     if len(usable) <= job.offload.keep_last:
         return None
     newest = usable[-1].name
@@ -156,12 +156,17 @@ def _subject(state: TaskState) -> str:
     return state.subject if isinstance(state, Running) else ""
 
 
-def has_room(seen: Observed) -> bool:
-    """Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less."""
+def has_room(seen: Observed, *, without: Ref | None = None) -> bool:
+    """
+    Whether one more checkpoint fits: without it no save is made at all, which is worse than to keep one less.
+
+    Where it would not fit `without` that one either, removing it is a loss and no help.
+    """
     if seen.free_bytes is None or not seen.local:
         return True
     largest = max(c.size_bytes for c in seen.local)
-    return seen.free_bytes >= largest + largest // 20 + SPARE_BYTES
+    spare = sum(c.size_bytes for c in seen.local if c.ref == without)
+    return seen.free_bytes + spare >= largest + largest // 20 + SPARE_BYTES
 
 
 def _copy_outputs(job: Job, seen: Observed) -> Action | None:

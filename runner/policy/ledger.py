@@ -130,6 +130,7 @@ def dump_attempt(attempt: Attempt) -> dict[str, Any]:
         "step": attempt.step,
         "from_log": attempt.from_log,
         "reason": attempt.reason,
+        "left": attempt.left,
         "world_size": attempt.world_size,
         "steps_per_s": attempt.steps_per_s,
     }
@@ -187,6 +188,7 @@ def _parse_attempt(found: Mapping[str, Any]) -> Attempt:
         step=_count(found.get("step", 0)),
         from_log=found.get("from_log") is True,
         reason=str(found.get("reason", ""))[:2000],
+        left=str(found.get("left", ""))[:2000],
         world_size=int(found.get("world_size", 0)),
         steps_per_s=float(found.get("steps_per_s") or 0.0),
     )

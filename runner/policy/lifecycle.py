@@ -66,7 +66,8 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
         return RecordExit(ending, exit_, step, f"the runner killed it: {attempt.killed}", None)
     is_as_asked = asked and not seen.end  # by SIGTERM, and that is no error
     diagnosis = None if ending is Ending.SUCCEEDED or is_as_asked else seen.diagnosis
-    return RecordExit(ending, exit_, step, diagnosis.summary if diagnosis else "", diagnosis)
+    reason = diagnosis.summary if diagnosis else exit_.kills.describe() if exit_.kills.count else ""
+    return RecordExit(ending, exit_, step, reason, diagnosis)
 
 
 def _cut_short(seen: Observed) -> str:

@@ -86,14 +86,14 @@ def _describe(topology: Topology) -> Finding:
     weakest = weakest_link(topology.pairs)
     match link_class(topology):
         case LinkClass.NONE | LinkClass.UNKNOWN:
-            return _say("links", Severity.REFUSE, "no card was found", "start the container with --gpus all")
+            return Finding("links", Severity.REFUSE, "no card was found", "start the container with --gpus all")
         case LinkClass.SINGLE:
-            return _say("links", Severity.OK, "one card: nothing has to travel between cards")
+            return Finding("links", Severity.OK, "one card: nothing has to travel between cards")
         case LinkClass.NVLINK:
             message = f"every pair is linked by NVLink, {weakest} at the least: any strategy will do; {_SHARDED} takes a fraction of a second"
-            return _say("links", Severity.OK, message)
+            return Finding("links", Severity.OK, message)
         case LinkClass.PCIE:
-            return _say(
+            return Finding(
                 "links",
                 Severity.WARN if _is_far(weakest) else Severity.OK,
                 f"no NVLink: {_over_pcie(weakest)}",
@@ -118,10 +118,12 @@ def _mixed(topology: Topology, weakest: str | None) -> Finding:
     together = groups(topology)
     if len(together) == 1:
         message = "NVLink reaches every card, not every pair directly: rings go over NVLink, other traffic between distant cards is slower"
-        return _say("links", Severity.OK, message)
+        return Finding("links", Severity.OK, message)
     told = ", ".join("-".join(map(str, group)) for group in together)
     message = f"NVLink joins the cards {told} only; between these groups {_over_pcie(weakest)}"
-    return _say("links", Severity.WARN, message, "shard within a group (HYBRID_SHARD), or use the cards of one group")
+    return Finding(
+        "links", Severity.WARN, message, "shard within a group (HYBRID_SHARD), or use the cards of one group"
+    )
 
 
 def _expect(topology: Topology) -> Finding | None:
@@ -137,16 +139,16 @@ def _expect(topology: Topology) -> Finding | None:
     about = f"{told}: an" if told else "an"
     basis = "" if lowest.sourced else ", which is derived from the line rate"
     message = f"{about} all-reduce of 1 GiB is suspicious below {lowest.gb_per_s:g} GB/s of bus bandwidth{basis}"
-    return _say("links.expected", Severity.OK, message)
+    return Finding("links.expected", Severity.OK, message)
 
 
 def _odd(topology: Topology) -> Iterable[Finding | None]:
     if topology.hides_nvlink:
         message = "this view (topo -mp) shows PCIe paths only: NVLink may be there and is hidden"
-        yield _say("links.view", Severity.WARN, message, "read `nvidia-smi topo -m`")
+        yield Finding("links.view", Severity.WARN, message, "read `nvidia-smi topo -m`")
     if topology.doubtful:
         told = ", ".join(f"{one}-{other}" for one, other, _ in topology.doubtful)
-        yield _say(
+        yield Finding(
             "links.doubtful",
             Severity.WARN,
             f"the pairs {told} are told differently from either side",
@@ -165,17 +167,17 @@ def _uneven(topology: Topology) -> Finding | None:
     worst = [gpu for gpu, times in short.items() if times == max(short.values())]
     told = ", ".join(f"GPU{gpu}" for gpu in sorted(worst))
     message = f"NVLink is uneven, {weakest_link(topology.pairs)} where others have NV{most}: links of {told} are down"
-    return _say("links.uneven", Severity.WARN, message, "swap this machine and tell support")
+    return Finding("links.uneven", Severity.WARN, message, "swap this machine and tell support")
 
 
 def judge_peer_access(access: PeerAccess, *, link: LinkClass | None = None) -> tuple[Finding, ...]:
     """Whether cards read each other's memory. Without it data goes through system memory, and /dev/shm."""
     denied = [(one, other, status) for one, other, status in access.pairs if status != "OK"]
     if not access.pairs:
-        return (_say("p2p", Severity.OK, "one card: there is no peer to read from"),)
+        return (Finding("p2p", Severity.OK, "one card: there is no peer to read from"),)
     if not denied:
         return (
-            _say(
+            Finding(
                 "p2p",
                 Severity.OK,
                 "every pair may read the other's memory; only a communication test proves that it works",
@@ -186,10 +188,12 @@ def judge_peer_access(access: PeerAccess, *, link: LinkClass | None = None) -> t
     message = f"no peer access: {told}{more}; data between them goes through system memory"
     if link is LinkClass.NVLINK:
         return (
-            _say("p2p", Severity.REFUSE, f"{message}, although NVLink is there", "swap this machine and tell support"),
+            Finding(
+                "p2p", Severity.REFUSE, f"{message}, although NVLink is there", "swap this machine and tell support"
+            ),
         )
     hint = "usual on consumer cards: inference and DDP on small models are fine, ZeRO-3 and FULL_SHARD on large ones are slow"
-    return (_say("p2p", Severity.WARN, message, hint),)
+    return (Finding("p2p", Severity.WARN, message, hint),)
 
 
 _WHY: Final = {
@@ -215,12 +219,12 @@ def judge_fabric(fabric: Fabric) -> tuple[Finding, ...]:
     """A fabric that is not ready is `system not yet initialized` in CUDA: nothing in the container mends it."""
     unready = [(at, card) for at, card in enumerate(fabric.cards) if _applies(card) and not _is_ready(card)]
     if not fabric_applies(fabric):
-        return (_say("fabric", Severity.OK, "these cards have no NVLink fabric to join"),)
+        return (Finding("fabric", Severity.OK, "these cards have no NVLink fabric to join"),)
     if not unready:
         limited = any(card.health.lower() == "limited capacity" for card in fabric.cards)
         message = "every card has joined the NVLink fabric"
         return (
-            _say(
+            Finding(
                 "fabric",
                 Severity.WARN if limited else Severity.OK,
                 f"{message}, with limited capacity" if limited else message,
@@ -233,7 +237,7 @@ def judge_fabric(fabric: Fabric) -> tuple[Finding, ...]:
     message = f"{len(unready)} of {len(fabric.cards)} cards are not ready in the NVLink fabric; card {at}: {detail}"
     if all(card.recovering for _, card in unready):
         return (
-            _say(
+            Finding(
                 "fabric",
                 Severity.WARN,
                 f"{message}: it is recovering",
@@ -241,7 +245,7 @@ def judge_fabric(fabric: Fabric) -> tuple[Finding, ...]:
             ),
         )
     hint = "the host's fabric manager is down or a link is broken (CUDA says 'system not yet initialized'): swap this machine and tell support"
-    return (_say("fabric", Severity.REFUSE, message, hint),)
+    return (Finding("fabric", Severity.REFUSE, message, hint),)
 
 
 def _applies(card: FabricState) -> bool:
@@ -263,7 +267,3 @@ def _rank(link: str) -> int:
 
 def _is_far(link: str | None) -> bool:
     return link in {"SYS", "SOC", "NODE"}
-
-
-def _say(name: str, severity: Severity, message: str, hint: str = "") -> Finding:
-    return Finding(name=name, severity=severity, message=message, hint=hint)

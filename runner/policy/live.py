@@ -13,6 +13,7 @@ STRAGGLER = timedelta(seconds=2)  # what an ended launcher's children get before
 LAST_WORDS = timedelta(
     seconds=10
 )  # before the deadline: the outcome and the last logs are told, and the lease is given back
+_NAMED = 4
 EVIDENCE_PATIENCE = timedelta(seconds=90)  # looking at what hangs may hang, too
 
 
@@ -46,8 +47,14 @@ def _end_stragglers(seen: Observed) -> Action:
     """
     since = seen.exit_seen_at or seen.now
     if seen.now >= since + STRAGGLER:
-        return Kill("the launcher ended, these did not", left=True)
+        return Kill(f"the launcher ended, these did not{_name(seen.live.left if seen.live else ())}", left=True)
     return Wait()
+
+
+def _name(left: tuple[str, ...]) -> str:
+    """What holds a card's memory, most likely: the next attempt would run out of it."""
+    more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+    return f": {', '.join(left[:_NAMED])}{more}" if left else ""
 
 
 def _end_diverged(job: Job, history: History, seen: Observed) -> Action | None:

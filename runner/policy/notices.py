@@ -51,7 +51,8 @@ def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator
         yield from _resumed(history, action)
         yield from _limit_near(history, seen)
     yield from _save_fails(history, seen)
-    yield from _copies_fail(history, seen)
+    if not isinstance(action, End):  # whose reason it is
+        yield from _copies_fail(history, seen)
     yield from _ended(history, action)
 
 
@@ -110,7 +111,7 @@ def _save_fails(history: History, seen: Observed) -> Iterator[Notify]:
 
 
 def _copies_fail(history: History, seen: Observed) -> Iterator[Notify]:
-    for kind in (TaskKind.SURVEY, TaskKind.UPLOAD):
+    for kind in (TaskKind.LEASE, TaskKind.SURVEY, TaskKind.UPLOAD):
         state = seen.tasks.get(kind)
         if isinstance(state, Failed) and (state.final or seen.now - (state.since or state.at) >= _PATIENCE):
             hint = f"; {state.hint}" if state.hint else ""

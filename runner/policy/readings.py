@@ -55,7 +55,9 @@ def judge(reading: Reading) -> tuple[Finding, ...]:  # noqa: PLR0911  # one for 
             return judge_bandwidth(reading).findings
         case Broken():
             return (
-                _say("reading", Severity.REFUSE if reading.no_cards else Severity.WARN, reading.message, reading.hint),
+                Finding(
+                    "reading", Severity.REFUSE if reading.no_cards else Severity.WARN, reading.message, reading.hint
+                ),
             )
     assert_never(reading)
 
@@ -91,14 +93,16 @@ def judge_shared_memory(memory: SharedMemory) -> tuple[Finding, ...]:
     asked = f" ({_size(memory.need_bytes)} at once)" if memory.need_bytes else ""
     match shared_memory_verdict(memory):
         case ShmVerdict.OK:
-            return (_say("shared_memory", Severity.OK, f"{told}: enough for NCCL and loader workers"),)
+            return (Finding("shared_memory", Severity.OK, f"{told}: enough for NCCL and loader workers"),)
         case ShmVerdict.FULL:
             hint = "remove what earlier runs left there (ls /dev/shm), or stop what uses it"
-            return (_say("shared_memory", Severity.WARN, f"{told}, {_size(memory.free_bytes)} free: it is full", hint),)
+            return (
+                Finding("shared_memory", Severity.WARN, f"{told}, {_size(memory.free_bytes)} free: it is full", hint),
+            )
         case ShmVerdict.TOO_SMALL | ShmVerdict.TOO_SMALL_AND_FULL:
             message = f"{told}{asked}: expected {_size(_SHARED_MEMORY_NEED)} or more; NCCL and loader workers will fail with a bus error"
             hint = "start the container with --ipc=host or --shm-size=16g; where that cannot be done: fewer num_workers, NCCL_SHM_DISABLE=1"
-            return (_say("shared_memory", Severity.WARN, message, hint),)
+            return (Finding("shared_memory", Severity.WARN, message, hint),)
 
 
 class LimitVerdict(StrEnum):
@@ -118,12 +122,16 @@ def judge_memory_limit(limit: MemoryLimit) -> tuple[Finding, ...]:
     """What counts for checkpoint staging and loaders is the limit, not what `free` shows."""
     if limit.limit_bytes is None:
         return (
-            _say("memory_limit", Severity.OK, "the container's memory has no limit of its own: the machine's counts"),
+            Finding(
+                "memory_limit", Severity.OK, "the container's memory has no limit of its own: the machine's counts"
+            ),
         )
     used = f", {_size(limit.current_bytes)} in use" if limit.current_bytes is not None else ""
     host = f"; `free` shows the host's {_size(limit.host_bytes)}, which cannot be used" if limit.host_bytes else ""
     hint = "keep it at or above the cards' memory taken together: checkpoints are staged in it"
-    return (_say("memory_limit", Severity.OK, f"the container may use {_size(limit.limit_bytes)}{used}{host}", hint),)
+    return (
+        Finding("memory_limit", Severity.OK, f"the container may use {_size(limit.limit_bytes)}{used}{host}", hint),
+    )
 
 
 # ------------------------------------------------------------------------------------- cards
@@ -132,18 +140,18 @@ def judge_memory_limit(limit: MemoryLimit) -> tuple[Finding, ...]:
 def judge_cards(table: CardTable) -> tuple[Finding, ...]:
     """Cards that are lost, cards that differ, and PCIe links that are narrower than card and slot allow."""
     found = [
-        _say("cards", Severity.REFUSE, problem, "swap this machine: only its owner can reset the card")
+        Finding("cards", Severity.REFUSE, problem, "swap this machine: only its owner can reset the card")
         for problem in table.problems
     ]
     if not found:
         names = sorted(set(table.names))
         told = f": {', '.join(names)}" if names else ""
         severity = Severity.WARN if len(names) > 1 else Severity.OK
-        found.append(_say("cards", severity, f"{len(table.rows)} card{'s' if len(table.rows) != 1 else ''}{told}"))
+        found.append(Finding("cards", severity, f"{len(table.rows)} card{'s' if len(table.rows) != 1 else ''}{told}"))
     if table.silent_rows:
         message = f"{table.silent_rows} lines hold nothing but errors"
         found.append(
-            _say(
+            Finding(
                 "cards.silent",
                 Severity.WARN,
                 message,
@@ -154,7 +162,7 @@ def judge_cards(table: CardTable) -> tuple[Finding, ...]:
     if narrow:
         message = f"the PCIe link of card {', '.join(map(str, narrow))} is narrower than its slot allows"
         found.append(
-            _say(
+            Finding(
                 "cards.pcie",
                 Severity.WARN,
                 message,
@@ -279,7 +287,7 @@ def _well(told: str, lowest: Floor | None) -> Finding:
     against = (
         f"suspicious would be less than {lowest.gb_per_s:g}" if lowest else "no figure is known to compare it with"
     )
-    return _say("bandwidth", Severity.OK, f"{told}: {against}")
+    return Finding("bandwidth", Severity.OK, f"{told}: {against}")
 
 
 def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandwidth) -> tuple[Finding, ...]:
@@ -287,7 +295,7 @@ def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandw
     sharp = min((wire.sharp_below for wire in wires), default=0.0)
     if ranks == 8 and busbw < sharp:  # noqa: PLR2004  # NVLS figures are of eight cards
         remarks.append(
-            _say(
+            Finding(
                 "bandwidth.nvls",
                 Severity.OK,
                 f"below {sharp:g}: in-switch reduction (NVLS) seems to be off; slower, not broken",
@@ -295,7 +303,7 @@ def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandw
         )
     if not measured.models and all(wire.gen for wire in wires):
         remarks.append(
-            _say(
+            Finding(
                 "bandwidth.model",
                 Severity.OK,
                 "the text names no card, so it was compared with PCIe; on NVLink it would be slow",
@@ -305,7 +313,7 @@ def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandw
 
 
 def _result(verdict: BandwidthVerdict, lowest: Floor | None, severity: Severity, message: str, hint: str) -> Bandwidth:
-    return Bandwidth(verdict=verdict, floor=lowest, findings=(_say("bandwidth", severity, message, hint),))
+    return Bandwidth(verdict=verdict, floor=lowest, findings=(Finding("bandwidth", severity, message, hint),))
 
 
 # ----------------------------------------------------------------------------------- helpers
@@ -317,7 +325,3 @@ def _size(size_bytes: int | None) -> str:
     if size_bytes >= _GIB:
         return f"{size_bytes / _GIB:.1f} GiB"
     return f"{size_bytes / _MIB:.1f} MiB" if size_bytes >= _MIB else f"{size_bytes} bytes"
-
-
-def _say(name: str, severity: Severity, message: str, hint: str = "") -> Finding:
-    return Finding(name=name, severity=severity, message=message, hint=hint)

@@ -14,6 +14,15 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
+from runner.errors import (
+    GaveUpError,
+    JobError,
+    LeftError,
+    LockedError,
+    MachineError,
+    RunnerError,
+    StoreError,
+)
 from runner.facts import Attempt, Checkpoint, Decision, Ending
 from runner.policy.cadence import observed_interval
 from vramfarm.protocol import Ref
@@ -45,7 +54,7 @@ class Mark(StrEnum):
 CHAIN: Final = (Check.PREFLIGHT, Check.FIRST_STEP, Check.SAVE, Check.STORE, Check.CRASH, Check.LEAVE)
 """Those that a run goes through, one after the other."""
 
-UNEXPECTED, JOB_WRONG, MACHINE, STORE, LOCKED, JOB = 1, 2, 3, 4, 5, 6
+_AS_IT_IS: Final = frozenset(one.exit_code for one in (RunnerError, JobError, MachineError, StoreError, LockedError))
 _GOES_ON: Final = frozenset({Check.STORE})  # what comes after it can be tried although it failed
 _STEPS_BEFORE: Final = 5  # whose pace a save is compared with
 _SETTLED_S: Final = 3.0
@@ -183,7 +192,7 @@ def _over(check: Check, notes: Notes, seen: Seen) -> Result:
         return Result(check=check, mark=Mark.NOT_MADE, problem=f"the job was over before, at step {seen.step}")
     if found := _crashed(check, notes, seen):
         return found
-    code = seen.code if seen.code in {UNEXPECTED, JOB_WRONG, MACHINE, STORE, LOCKED} else JOB
+    code = seen.code if seen.code in _AS_IT_IS else GaveUpError.exit_code
     problem = seen.reason or f"the run ended with exit code {seen.code}"
     hint = seen.hint or "the log of the rehearsal says more"
     return Result(check=check, mark=Mark.FAILED, problem=problem, cure=hint, code=code)
@@ -204,7 +213,7 @@ def _crashed(check: Check, notes: Notes, seen: Seen) -> Result | None:
         mark=Mark.FAILED,
         problem=f"attempt {last.number} failed by itself at step {last.step}: {last.reason or 'no line of its log says why'}{label}",
         cure=found.remedy if found else "",
-        code=MACHINE if is_machine else JOB,
+        code=MachineError.exit_code if is_machine else GaveUpError.exit_code,
     )
 
 
@@ -218,7 +227,7 @@ def _wait(check: Check, limit_s: float, seen: Seen) -> Deed | Result:
         mark=Mark.FAILED,
         problem="it did not come in the time of this rehearsal" + (f"; last heard: {said}" if said else ""),
         cure="give the rehearsal more time: --minutes",
-        code=STORE if is_store else JOB,
+        code=StoreError.exit_code if is_store else GaveUpError.exit_code,
     )
 
 
@@ -260,7 +269,9 @@ def _save(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
     if notes.asked_s is None:
         return Deed.ASK_SAVE if _has_pace(seen) else _wait(Check.SAVE, scene.limit_s, seen)
     if seen.save_error:
-        return Result(check=Check.SAVE, mark=Mark.FAILED, problem=seen.save_error, cure=_DISK, code=MACHINE)
+        return Result(
+            check=Check.SAVE, mark=Mark.FAILED, problem=seen.save_error, cure=_DISK, code=MachineError.exit_code
+        )
     return _wait(Check.SAVE, scene.limit_s, seen)
 
 
@@ -290,7 +301,9 @@ def _judge_save(scene: Scene, notes: Notes, seen: Seen) -> Result:
     if room >= needed:
         return Result(check=Check.SAVE, mark=Mark.OK, figures=figures)
     problem = f"the disk holds {room / newest.size_bytes:.1f} checkpoints, and {scene.keep_last + 2} are needed (checkpoint.keep_last + 2)"
-    return Result(check=Check.SAVE, mark=Mark.FAILED, figures=figures, problem=problem, cure=_DISK, code=MACHINE)
+    return Result(
+        check=Check.SAVE, mark=Mark.FAILED, figures=figures, problem=problem, cure=_DISK, code=MachineError.exit_code
+    )
 
 
 def stall_s(beats: Sequence[Beat], since_s: float) -> float | None:
@@ -312,7 +325,9 @@ def _store(scene: Scene, seen: Seen) -> Result | None:
     if not seen.local and not scene.uses_library:
         return Result(check=Check.STORE, mark=Mark.NOT_MADE, problem="there was no save to copy")
     if seen.store_gave_up and seen.store_error:
-        return Result(check=Check.STORE, mark=Mark.FAILED, problem=seen.store_error, cure=seen.hint, code=STORE)
+        return Result(
+            check=Check.STORE, mark=Mark.FAILED, problem=seen.store_error, cure=seen.hint, code=StoreError.exit_code
+        )
     if not seen.offsite or not seen.upload_s:
         return None
     return _judge_upload(scene, seen, max(c.size_bytes for c in seen.local))
@@ -380,7 +395,7 @@ def _judge_crash(killed: Kill, last: Attempt, seen: Seen) -> Result:
         figures=figures,
         problem=problem,
         cure=cure * bool(problem),
-        code=JOB * bool(problem),
+        code=GaveUpError.exit_code * bool(problem),
     )
 
 
@@ -393,12 +408,11 @@ def _leave(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
         if took < scene.grace_s + _PATIENCE_S:
             return Deed.WAIT
         problem = f"the run did not end within {took:.0f}s of SIGTERM"
-        return Result(check=Check.LEAVE, mark=Mark.FAILED, problem=problem, cure=_GRACE, code=JOB)
+        return Result(check=Check.LEAVE, mark=Mark.FAILED, problem=problem, cure=_GRACE, code=GaveUpError.exit_code)
     return _judge_leave(scene, notes, seen, took)
 
 
 _GRACE: Final = "a longer restart.grace_period; and give the container as much: --stop-timeout"
-_LEFT: Final = 75
 
 
 def _judge_leave(scene: Scene, notes: Notes, seen: Seen, took: float) -> Result:
@@ -413,12 +427,26 @@ def _judge_leave(scene: Scene, notes: Notes, seen: Seen, took: float) -> Result:
     if seen.code == 0:
         problem = f"the job was over first, at step {seen.step}"
         return Result(check=Check.LEAVE, mark=Mark.NOT_MADE, figures=figures, problem=problem)
-    if seen.code != _LEFT:
-        problem = f"expected exit code {_LEFT}, got {seen.code}: {seen.reason or seen.message}"
-        return Result(check=Check.LEAVE, mark=Mark.FAILED, figures=figures, problem=problem, cure=_GRACE, code=JOB)
+    if seen.code != LeftError.exit_code:
+        problem = f"expected exit code {LeftError.exit_code}, got {seen.code}: {seen.reason or seen.message}"
+        return Result(
+            check=Check.LEAVE,
+            mark=Mark.FAILED,
+            figures=figures,
+            problem=problem,
+            cure=_GRACE,
+            code=GaveUpError.exit_code,
+        )
     if scene.uses_library and saved < notes.left_step:
         problem = f"it left without a save: asked at step {notes.left_step}, the newest checkpoint is of step {saved}"
-        return Result(check=Check.LEAVE, mark=Mark.FAILED, figures=figures, problem=problem, cure=_GRACE, code=JOB)
+        return Result(
+            check=Check.LEAVE,
+            mark=Mark.FAILED,
+            figures=figures,
+            problem=problem,
+            cure=_GRACE,
+            code=GaveUpError.exit_code,
+        )
     return Result(check=Check.LEAVE, mark=Mark.OK, figures=figures)
 
 

@@ -65,19 +65,26 @@ def plan_fork(resume: str, local: Collection[Checkpoint], everything: Collection
 
 
 def plan_resume(
-    local: Collection[Ref], offsite: Collection[Ref], *, floor: int | None, unusable: Collection[str]
+    local: Collection[Ref],
+    offsite: Collection[Ref],
+    *,
+    floor: int | None,
+    unusable: Collection[str],
+    last_resort: Collection[str] = (),
 ) -> From | Fetch:
     """
     Take the newest checkpoint there is, wherever it is, of lineage `floor` or later.
 
-    `floor` None starts over now, in a new lineage. `unusable` names offsite checkpoints that
-    failed to restore.
+    `floor` None starts over now, in a new lineage. `unusable` names offsite checkpoints that are
+    damaged there; those of them that an earlier life found so (`last_resort`) are tried again before
+    there is none: the fault may have been its own.
     """
     everything = {*local, *offsite}
     newest_lineage = max((ref.lineage for ref in everything), default=0)
     if floor is None:
         return From(None, newest_lineage + 1)
     usable = {ref for ref in everything if ref.lineage >= floor and (ref in local or ref.name not in unusable)}
+    usable = usable or {ref for ref in everything if ref.lineage >= floor and ref.name in last_resort}
     if not usable:
         return From(None, max(floor, newest_lineage, 1))
     best = max(usable)

@@ -11,7 +11,7 @@ from typing import Final
 
 from runner.facts import Attempt, History, Observed
 from runner.job import Job
-from runner.policy.batch import accumulation
+from runner.policy.batch import accumulation, tell_cards
 from runner.policy.fleet import link_gb_per_s, strategy_name
 from runner.policy.planning import GB, traffic_bytes, workload
 
@@ -39,7 +39,7 @@ def judge(few: tuple[int, float], many: tuple[int, float]) -> str:
     if gain >= _POOR * promise:
         return ""
     return (
-        f"{_cards(many[0])} {'is' if many[0] == 1 else 'are'} {gain:.1f} times {_cards(few[0])}, {promise:.3g} would be perfect: "
+        f"{tell_cards(many[0])} {'is' if many[0] == 1 else 'are'} {gain:.1f} times {tell_cards(few[0])}, {promise:.3g} would be perfect: "
         "look at the link between the cards first (nvidia-smi topo -m); still more cards will not mend it"
     )
 
@@ -72,7 +72,3 @@ def _is_comparable(before: Attempt, now: Attempt) -> bool:
         return False
     long_enough = before.ended_at - before.launched_at >= _LONG_ENOUGH
     return long_enough and (before.boot_id, before.global_batch) == (now.boot_id, now.global_batch)
-
-
-def _cards(count: int) -> str:
-    return "1 card" if count == 1 else f"{count} cards"

@@ -8,6 +8,7 @@ from runner.policy.actions import Begin, Cease
 STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
 REFUSED_AGAIN = timedelta(minutes=2)  # a store that refuses may be emptied, or given the right credentials, meanwhile
 AGAIN = timedelta(seconds=15)  # a store that is away is asked, at the latest
+_VERIFY_TRIES = 3  # of one checkpoint: a store that damages what it gets is no store
 STUCK = timedelta(minutes=30)  # without a piece that has moved
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
@@ -28,7 +29,7 @@ def begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
     match seen.tasks.get(kind):
         case Running():
             return None
-        case Finished(subject=done) if done == subject:
+        case Finished() if is_done(kind, subject, seen):
             return None
         case Failed() as failed if failed.subject == subject and not _may_retry(kind, failed, seen):
             return None
@@ -36,8 +37,23 @@ def begin(kind: TaskKind, subject: str, seen: Observed) -> Begin | None:
             return Begin(kind, subject)
 
 
+def is_done(kind: TaskKind, subject: str, seen: Observed) -> bool:
+    """Whether this very work is done. What is found damaged in the store since is to be sent there again, but not for ever."""
+    state, verified = seen.tasks.get(kind), failure_of(TaskKind.VERIFY, subject, seen)
+    may_help = verified is None or verified.failures < _VERIFY_TRIES
+    is_undone = kind is TaskKind.UPLOAD and subject in seen.unusable and may_help
+    return isinstance(state, Finished) and state.subject == subject and not is_undone
+
+
+def is_mended(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
+    """Whether what was found damaged in the store was sent there again since."""
+    return kind is TaskKind.VERIFY and failed.damaged and failed.subject not in seen.unusable
+
+
 def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
-    return (not failed.final or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
+    return is_mended(kind, failed, seen) or (
+        (not failed.final or failed.curable or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
+    )
 
 
 def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:

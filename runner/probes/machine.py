@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from runner.errors import JobError, MachineError
+from runner.facts import CardState
 from runner.probes.command import ask
 
 _SMI_FIELDS: Final = ("index", "uuid", "name", "memory.total", "driver_version")
@@ -66,11 +67,14 @@ def card_names() -> tuple[str, ...]:
     return tuple(card.name for card in visible(read_cards(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def visible(cards: Sequence[Card], names: str | None) -> tuple[Card, ...]:
+C = TypeVar("C", Card, CardState)
+
+
+def visible(cards: Sequence[C], names: str | None) -> tuple[C, ...]:
     """Return the cards that CUDA_VISIBLE_DEVICES lets through: as CUDA does, up to the first it does not know."""
     if names is None:
         return tuple(cards)
-    found: list[Card] = []
+    found: list[C] = []
     for name in names.split(","):
         card = next((c for c in cards if name.strip() and _is_called(c, name.strip())), None)
         if card is None:
@@ -85,7 +89,7 @@ def _parse_card(line: str) -> Card:
     return Card(index=int(index), uuid=uuid, name=name, memory_bytes=size, driver=driver)
 
 
-def _is_called(card: Card, name: str) -> bool:
+def _is_called(card: Card | CardState, name: str) -> bool:
     return name == str(card.index) or (name.startswith("GPU-") and card.uuid.startswith(name))
 
 

@@ -140,7 +140,7 @@ def _machines(report: Report) -> Iterator[str]:
         yield f'<h2>Machine {number}</h2><div class="dim">{escape(words)}</div>'
         rows = "".join(
             f'<tr><td class="n">{attempt.number}</td><td>{escape(describe_attempt(attempt, share, is_last=number == len(report.spendings)))}'
-            + (f'<br><span class="dim">{escape(attempt.reason)}</span>' if attempt.reason else "")
+            + "".join(f'<br><span class="dim">{escape(told)}</span>' for told in (attempt.reason, attempt.left) if told)
             + "</td></tr>"
             for attempt, share in zip(machine.attempts, spending.shares, strict=True)
         )

@@ -67,8 +67,7 @@ def _machine(number: int, spending: Spending, *, is_last: bool) -> Iterator[str]
     yield f"machine {number}  {machine.where}  {clock(machine.opened_at)}, {span(spending.total_s)}{price}{ended}"
     for attempt, share in zip(machine.attempts, spending.shares, strict=True):
         yield f"  attempt {attempt.number}  {describe_attempt(attempt, share, is_last=is_last)}"
-        if attempt.reason:
-            yield f"    {attempt.reason}"
+        yield from (f"    {told}" for told in (attempt.reason, attempt.left and f"killed: {attempt.left}") if told)
 
 
 def describe_attempt(attempt: Attempt, share: Share, *, is_last: bool) -> str:

@@ -26,7 +26,7 @@ from typing import Any, Final
 import uvicorn
 
 from runner import guardian
-from runner.errors import MachineError
+from runner.errors import LeftError, LockedError, MachineError
 from runner.simulator.api import make_app
 from runner.simulator.catalogue import MACHINES
 from runner.simulator.farm import Farm, Pace
@@ -36,8 +36,6 @@ from runner.simulator.problem import Problem
 from runner.simulator.store import Store
 from runner.simulator.table import table
 
-LOCKED: Final = 5
-LEFT: Final = 75
 LOOPBACK: Final = "127.0.0.1"
 _LOOK_S: Final = 0.1
 _WATCH_S: Final = 0.5
@@ -85,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             return _run(farm, options, stops, is_ours)
     except BusyError as error:
         _say(str(error))
-        return LOCKED
+        return LockedError.exit_code
 
 
 def _parse(argv: Sequence[str]) -> Options:
@@ -435,7 +433,7 @@ def _leave(farm: Farm, server_id: str, tail: _Tail, stops: list[int]) -> int:
     _say(
         f"{server_id} stays rented: {bill.billed_minutes} min, {bill.cost} EUR so far; the same command goes on with it"
     )
-    return LEFT
+    return LeftError.exit_code
 
 
 def _close(farm: Farm, rented: Rented) -> None:

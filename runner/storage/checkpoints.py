@@ -16,6 +16,7 @@ Order, at any time:
 Nothing in the folder is trusted: what is broken or hostile is reported and passed over.
 """
 
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,7 @@ from vramfarm.protocol import (
 )
 
 MAX_MANIFEST_BYTES: Final = 16 << 20  # of 10 TB; hostile JSON of this size takes half a GB to read
+FOLDER: Final = "checkpoints"  # of a run, unless its job says otherwise
 ORIGIN: Final = "origin"  # in the state of a manifest: the checkpoint of another run that it is a copy of
 _MAX_ORIGIN: Final = 2000
 RESTORING: Final = f"{TEMPORARY}restore-"
@@ -78,6 +80,15 @@ class Shelf:
     committed: tuple[Checkpoint, ...]
     leftovers: tuple[str, ...]  # names of folders that were being written
     damaged: tuple[str, ...]  # names of those that were set aside
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """Of a run, as its accepted job says, which may have been moved or copied here since."""
+    try:
+        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    return run_dir / (name or FOLDER)
 
 
 class CheckpointDir:

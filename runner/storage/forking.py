@@ -6,7 +6,6 @@ way, under this run's name and lineage. Where it came from stands in its manifes
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Final
 from runner.errors import JobError, StoreError
 from runner.facts import Checkpoint
 from runner.job import split_address
-from runner.storage.checkpoints import ORIGIN, CheckpointDir
+from runner.storage.checkpoints import FOLDER, ORIGIN, CheckpointDir, checkpoints_of
 from runner.storage.disk import Disk
 from runner.storage.export import HereSource
 from runner.storage.offsite import OffsiteError, Store, transfer
@@ -24,7 +23,6 @@ from runner.storage.offsite.transfer import Source, StoreSource
 from vramfarm.protocol import MANIFEST
 
 NO_ATTEMPT: Final = 0  # of this run made it
-_FOLDER: Final = "checkpoints"
 _OLDER: Final = "name an older checkpoint in checkpoint.resume"
 
 Progress = Callable[[float, str], None]
@@ -115,7 +113,7 @@ def _in_store(place: str, open_at: Open) -> Iterator[_Candidate]:
             hint="`vramfarm-runner checkpoints ls URL` shows what is there",
         )
     for ref in sorted(found, reverse=True):
-        origin = place if name else f"{place}/{_FOLDER}/{ref.name}"
+        origin = place if name else f"{place}/{FOLDER}/{ref.name}"
         yield _Candidate(origin, partial(StoreSource, store, job, ref))
 
 
@@ -123,7 +121,7 @@ def _on_disk(path: Path) -> Iterator[_Candidate]:
     if not path.is_dir():
         raise JobError(f"checkpoint.resume: expected a folder at {path}, found none")
     is_one = (path / MANIFEST).is_file()
-    root = path.parent if is_one else path if any(path.glob(f"step-*/{MANIFEST}")) else _folder_of(path)
+    root = path.parent if is_one else path if any(path.glob(f"step-*/{MANIFEST}")) else checkpoints_of(path)
     directory = CheckpointDir(root, Disk())
     found = [c.ref for c in directory.committed() if not is_one or c.ref.name == path.name]
     if not found:
@@ -132,12 +130,3 @@ def _on_disk(path: Path) -> Iterator[_Candidate]:
         raise StoreError(error, hint=_OLDER) if problems else JobError(error)
     for ref in sorted(found, reverse=True):
         yield _Candidate(str(root / ref.name), partial(HereSource, directory, ref))
-
-
-def _folder_of(run_dir: Path) -> Path:
-    """As the job of that run says, which may have been moved or copied here since."""
-    try:
-        name = Path(json.loads((run_dir / "job.json").read_bytes())["checkpoint"]["dir"]).name
-    except (OSError, ValueError, KeyError, TypeError):
-        name = ""
-    return run_dir / (name or _FOLDER)

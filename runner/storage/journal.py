@@ -71,8 +71,17 @@ def killed(number: int, reason: str, at: datetime) -> Event:
     return {"event": "killed", "number": number, "reason": reason, "at": at.isoformat()}
 
 
+def left_behind(number: int, reason: str, at: datetime) -> Event:
+    return {"event": "left_behind", "number": number, "reason": reason, "at": at.isoformat()}
+
+
 def distrusted(number: int, step: int, reason: str) -> Event:
     return {"event": "distrusted", "number": number, "step": step, "reason": reason}
+
+
+def found_unusable(names: frozenset[str]) -> Event:
+    """All that are now, so that the last such event counts."""
+    return {"event": "unusable", "names": sorted(names)}
 
 
 def interrupted(number: int, reason: str, at: datetime) -> Event:
@@ -163,8 +172,13 @@ def fold(history: History, event: Event) -> History:  # noqa: C901, PLR0911, PLR
         case {"event": "killed", "reason": reason}:
             *before, last = history.attempts
             return replace(history, attempts=(*before, replace(last, killed=reason)))
+        case {"event": "left_behind", "reason": reason}:
+            *before, last = history.attempts
+            return replace(history, attempts=(*before, replace(last, left=reason)))
         case {"event": "distrusted", "number": number, "step": step}:
             return replace(history, distrusted=(*history.distrusted, (number, step)))
+        case {"event": "unusable", "names": names}:
+            return replace(history, unusable=frozenset(names))
         case {"event": "interrupted", "number": number}:
             return replace(history, interrupted=number)
         case {"event": "exited"}:
@@ -274,6 +288,17 @@ class Journal:
             self._append(event)
         self.history = fold(self.history, event)
         return self.history
+
+    def note(self, event: Event) -> History:
+        """
+        The same where the act is right whether or not it is written down: a disk that takes no line must not keep a
+        person from being told, nor an attempt from being asked to leave. Then it is known in this life only.
+        """
+        try:
+            return self.append(event)
+        except OSError:
+            self.history = fold(self.history, event)
+            return self.history
 
     def _append(self, event: Event) -> None:
         new = not self._path.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +24,6 @@ _APPEARS: Final = [
     DirMovedEvent,
 ]  # what is only written wakes nobody
 _LAST_S: Final = 1.0
-_SETTLE_S: Final = 0.2  # the saver syncs the folder after the rename, and only then tells how long it took
 
 
 class Alarm:
@@ -93,5 +91,4 @@ class _Ringer(Handler):
     def on_any_event(self, event: FileSystemEvent) -> None:
         paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
         if any(Path(path).name.startswith(self._name) for path in paths):
-            time.sleep(_SETTLE_S)
             self._alarm.ring()

@@ -25,6 +25,7 @@ from runner.job import Batch
 from runner.supervise import process
 from runner.supervise.asking import whom
 from runner.supervise.autopsy import keep_stacks
+from runner.supervise.kills import as_kills
 from runner.supervise.page import pipes_beside
 from runner.supervise.process import Process
 from runner.supervise.recorder import DUMP
@@ -186,13 +187,32 @@ def link_library(run_dir: Path) -> None:
     fresh.rename(link)
 
 
-def live(attempt_id: str) -> Live | None:
-    """Return the processes of the attempt that exist now; None if there is none."""
-    found = process.find(Env.ATTEMPT_ID, attempt_id)
+def live(attempt_id: str, folder: Path | None = None) -> Live | None:
+    """Return the processes of the attempt that exist now; None if there is none. With its folder also what it cut loose."""
+    found = _find(attempt_id, folder)
     if not found:
         return None
     savers = tuple(p.pid for p in found if p.role == _SAVER_ROLE)
-    return Live(attempt_id=attempt_id, trainers=tuple(p.pid for p in found if p.pid not in savers), savers=savers)
+    trainers = tuple(p.pid for p in found if p.pid not in savers)
+    has_ended = folder is not None and (folder / "exit.json").exists()
+    left = tuple(filter(None, map(process.name, trainers))) if has_ended else ()
+    return Live(attempt_id=attempt_id, trainers=trainers, savers=savers, left=left)
+
+
+def _find(attempt_id: str, folder: Path | None) -> tuple[Process, ...]:
+    """By the mark in their environment, or in their parents'; and those without one that the shim saw when it ended."""
+    marked = process.find(Env.ATTEMPT_ID, attempt_id)
+    strays = [p for p in map(_process, _read_left(folder)) if p is not None] if folder else []
+    if not strays:
+        return marked
+    pids = {p.pid for p in marked}
+    return (*marked, *(p for p in process.with_descendants(strays) if p.pid not in pids))
+
+
+def _read_left(folder: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return [{"pid": pid, "started": at} for pid, at in json.loads((folder / "exit.json").read_bytes())["left"]]
+    return []
 
 
 def find_shim(folder: Path) -> Process | None:
@@ -201,7 +221,7 @@ def find_shim(folder: Path) -> Process | None:
     return shim if shim and process.is_alive(shim) else None
 
 
-def kill(attempt_id: str, *, savers: bool = False) -> tuple[int, ...]:
+def kill(attempt_id: str, folder: Path | None = None, *, savers: bool = False) -> tuple[int, ...]:
     """
     SIGKILL every trainer process until none is left; return the pids that would not go.
 
@@ -210,7 +230,7 @@ def kill(attempt_id: str, *, savers: bool = False) -> tuple[int, ...]:
     """
 
     def look() -> tuple[Process, ...]:
-        found = process.find(Env.ATTEMPT_ID, attempt_id)
+        found = _find(attempt_id, folder)
         return found if savers else tuple(p for p in found if p.role != _SAVER_ROLE)
 
     process.end_all(look, timeout_s=_KILL_S, spare=_SHIM_ROLE)
@@ -255,10 +275,12 @@ def read_exit(folder: Path) -> Exit | None:
     """
     shim_lives = find_shim(folder) is not None  # before the record is looked for: it writes, then ends
     try:
-        return Exit(code=int(json.loads((folder / "exit.json").read_bytes())["code"]))
+        record = json.loads((folder / "exit.json").read_bytes())
+        kills = as_kills(int(record.get("oom_kills", 0)), int(record.get("memory_limit", 0)))
+        return Exit(code=int(record["code"]), kills=kills)
     except FileNotFoundError:
         return None if shim_lives else Exit(code=None)
-    except (ValueError, KeyError, TypeError):  # the disk lost it
+    except (ValueError, KeyError, TypeError, AttributeError):  # the disk lost it
         return Exit(code=None)
 
 

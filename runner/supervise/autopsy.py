@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from runner.supervise import process
 from runner.supervise.logs import find_streams, read_tail
+from runner.supervise.pulse import rank_of
 from runner.supervise.recorder import Recorded, compare, missing, read_dumps, tell, tell_last
 from vramfarm.protocol import Env
 
@@ -83,12 +84,11 @@ def _with(recorded: Recorded, hang: Mapping[str, Any]) -> dict[str, Any]:
 def _tree(found: Sequence[process.Process]) -> Iterator[str]:
     yield "pid ppid state threads cpu_ticks rss_pages wchan rank role command"
     for one in found:
-        with suppress(OSError, ValueError, IndexError):
-            raw = process.read(f"/proc/{one.pid}/stat")
-            f = raw[raw.rindex(b")") + 2 :].decode().split()
+        with suppress(OSError, IndexError):
+            f = [field.decode() for field in process.stat_fields(one.pid)]
             cpu = int(f[11]) + int(f[12])
             command = process.read(f"/proc/{one.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")[:300]
-            rank = _rank(one.pid)
+            rank = rank_of(one.pid)
             yield (
                 f"{one.pid} {f[1]} {f[0]} {f[17]} {cpu} {f[21]} {_proc(one.pid, 'wchan') or '-'} "
                 f"{'-' if rank is None else rank} {one.role or '-'} {command}"
@@ -110,21 +110,6 @@ def _proc(pid: int, name: str) -> str:
     return ""
 
 
-def _rank(pid: int) -> int | None:
-    with suppress(OSError, ValueError):
-        for entry in process.read(f"/proc/{pid}/environ").split(b"\0"):
-            if entry.startswith(b"LOCAL_RANK="):
-                return int(entry[11:])
-    return None
-
-
-def _parent(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        raw = process.read(f"/proc/{pid}/stat")
-        return int(raw[raw.rindex(b")") + 2 :].split()[1])
-    return 0
-
-
 def _stacks(scene: Scene, pids: Sequence[int]) -> list[str]:
     """By py-spy, where it is and the kernel lets it; else the killing signal prints them. The ranks come first."""
     beside = [Path(python).with_name("py-spy") for python in (scene.python, sys.executable) if python]
@@ -133,8 +118,9 @@ def _stacks(scene: Scene, pids: Sequence[int]) -> list[str]:
         return []
     deadline = time.monotonic() + 2 * _TOOL_S
     had = False
-    ranks = {pid: _rank(pid) for pid in pids}  # their workers have them, too
-    for pid in sorted(pids, key=lambda pid: (ranks[pid] is None, ranks.get(_parent(pid)) is not None)):
+    ranks = {pid: rank_of(pid) for pid in pids}  # their workers have them, too
+    parents = {pid: int(fields[1]) for pid in pids if (fields := process.stat_fields(pid))}
+    for pid in sorted(pids, key=lambda pid: (ranks[pid] is None, ranks.get(parents.get(pid, 0)) is not None)):
         if time.monotonic() > deadline:
             break
         if text := _run(program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)):
@@ -189,7 +175,7 @@ def _pipes(scene: Scene) -> dict[int, Path]:
 
 def _ask_for_dumps(pipes: Mapping[int, Path], found: Sequence[process.Process]) -> int:
     """How many ranks were asked; one that is stopped would not answer."""
-    stopped = {_rank(one.pid) for one in found if _proc(one.pid, "stat").rpartition(")")[2].split()[:1] == ["T"]}
+    stopped = {rank_of(one.pid) for one in found if process.stat_fields(one.pid)[:1] == [b"T"]}
     return sum(_ask(pipe) for rank, pipe in pipes.items() if rank not in stopped)
 
 

@@ -29,9 +29,13 @@ QUERY: Final = ",".join([
     "utilization.memory",
     "power.draw",
     "enforced.power.limit",
+    "memory.used",
+    "memory.total",
+    "temperature.gpu",
     *(f"clocks_throttle_reasons.{reason}" for reason in _REASONS),
 ])  # fmt: skip
-_NUM_FIELDS: Final = 6
+_NUM_FIELDS: Final = 9
+_MIB: Final = 1 << 20
 
 
 class Cards:
@@ -92,7 +96,7 @@ def _is_called(row: Sequence[str], name: str) -> bool:
 
 
 def _card(index: int, row: Sequence[str]) -> CardPulse:
-    use, memory, power, limit = (_number(field) for field in row[2:_NUM_FIELDS])
+    use, memory, power, limit, used, total, temperature = (_number(field) for field in row[2:_NUM_FIELDS])
     held = [words for words, told in zip(_REASONS.values(), row[_NUM_FIELDS:], strict=True) if told == "Active"]
     return CardPulse(
         index=index,
@@ -100,6 +104,9 @@ def _card(index: int, row: Sequence[str]) -> CardPulse:
         memory_percent=memory,
         power_w=power,
         limit_w=limit,
+        used_bytes=None if used is None else int(used * _MIB),
+        total_bytes=None if total is None else int(total * _MIB),
+        temperature=temperature,
         throttled=tuple(dict.fromkeys(held)),
     )
 

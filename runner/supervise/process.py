@@ -23,6 +23,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _GONE_STATES: Final = frozenset("ZXx")
 _OURS: Final = b"VRAMFARM_"
 _EXEC_LOOKS: Final = 40
+_NAMED_WORDS: Final = 3  # of a command line: what comes later may be a secret
+_NAMED_CHARACTERS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,34 @@ def find(name: str, value: str) -> tuple[Process, ...]:
     return tuple(Process(pid, stats[pid].started, role) for pid, role in sorted(roles.items()))
 
 
+def with_descendants(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """Those that still are who they were, and all that they started since."""
+    stats = _read_all()
+    found = {p.pid for p in processes if p.pid in stats and stats[p.pid].started == p.started}
+    for pid in stats:
+        line, at = [], pid
+        while at in stats and at not in found:
+            line.append(at)
+            at = stats[at].parent
+        found.update(line if at in found else ())
+    return tuple(Process(pid, stats[pid].started) for pid in sorted(found))
+
+
+def name(pid: int) -> str:
+    """`4711 python3 logger.py`: the pid and the first words of its command line; nothing where it is gone."""
+    try:
+        words = os.fsdecode(read(f"/proc/{pid}/cmdline")).split("\0")[:_NAMED_WORDS]
+    except OSError:
+        return ""
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(words).strip())
+    return f"{pid} {shown if len(shown) <= _NAMED_CHARACTERS else shown[: _NAMED_CHARACTERS - 1] + '…'}"
+
+
 def kill(processes: Iterable[Process], number: signal.Signals) -> None:
-    """Send the signal to those that still are who they were."""
+    """Send the signal to those that still are who they were; not to somebody else's, which a `sudo` of the script is."""
     for process in processes:
         if is_alive(process):
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, number)
 
 
@@ -184,7 +209,8 @@ def _read_all() -> dict[int, _Stat]:
     return {pid: stat for pid, stat in stats if stat is not None and stat.memory and stat.state not in _GONE_STATES}
 
 
-def _read_stat(pid: int) -> _Stat | None:
+def stat_fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat, those after the name, which may hold anything; proc(5) counts from 3 here. None are left of who is gone."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -192,8 +218,14 @@ def _read_stat(pid: int) -> _Stat | None:
         finally:
             os.close(fd)
     except OSError:
+        return []
+    return raw[raw.rindex(b")") + 2 :].split()
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    fields = stat_fields(pid)
+    if not fields:
         return None
-    fields = raw[raw.rindex(b")") + 2 :].split()  # the name before may hold anything; proc(5) counts from 3 here
     return _Stat(
         state=fields[0].decode(),
         parent=int(fields[1]),
@@ -251,6 +283,13 @@ def _adopt(
         pid = stats[pid].parent
     if pid in roles:
         roles.update(dict.fromkeys(line, roles[pid]))
+
+
+def signal_name(number: int) -> str:
+    """As the system has it, or its number."""
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def environ() -> dict[str, str]:

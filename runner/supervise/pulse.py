@@ -150,11 +150,8 @@ def _phases(page: ControlPage | None) -> set[int]:
 
 
 def _stat(pid: int) -> _Stat | None:
-    with suppress(OSError, ValueError, IndexError):
-        raw = process.read(f"/proc/{pid}/stat")
-        fields = raw[raw.rindex(b")") + 2 :].split()
-        return _Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / _TICKS)
-    return None
+    fields = process.stat_fields(pid)
+    return _Stat(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / _TICKS) if fields else None
 
 
 def rank_of(pid: int) -> int | None:

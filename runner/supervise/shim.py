@@ -26,6 +26,7 @@ from pathlib import Path
 
 _RECORD_BYTES = 512
 _OPEN_FILES = 65_535
+_MAX_LEFT = 12  # fit into a record
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _PIECE_BYTES = 8 << 20
@@ -54,6 +55,8 @@ def main(folder: Path, argv: list[str]) -> int:
         threading.Thread(target=_read_ahead, args=(os.environ.get("VRAMFARM_RESUME", "none"),), daemon=True).start()
         code = _wait(launcher)
     record: dict[str, object] = {"code": code, "at": datetime.now(UTC).isoformat()}
+    with suppress(OSError):
+        record |= {"left": left} if (left := _left_behind()) else {}
     killed, limit = _oom_kills()
     if killed > killed_before:
         record |= {"oom_kills": killed - killed_before, "memory_limit": limit}
@@ -88,6 +91,41 @@ def _wait(launcher: subprocess.Popen[bytes]) -> int:
         if pid == launcher.pid:
             launcher.returncode = os.waitstatus_to_exitcode(status)
             return launcher.returncode
+
+
+def _left_behind() -> list[tuple[int, int]]:
+    """
+    Pid and start time of what the script started and did not end: those without the attempt's environment first.
+
+    We are the parent of such strays, and nobody can tell whose they are once we are gone.
+    """
+    found: dict[int, tuple[int, int]] = {}  # by pid: parent, start time
+    for name in filter(str.isdecimal, os.listdir("/proc")):  # noqa: PTH208  # names only
+        with suppress(OSError):
+            raw = Path(f"/proc/{name}/stat").read_bytes()
+            state, parent, *fields = raw[raw.rindex(b")") + 2 :].split()
+            if state not in {b"Z", b"X"}:
+                found[int(name)] = int(parent), int(fields[17])
+    left = {pid: _is_marked(pid) for pid in found if _is_below_us(pid, found)}
+    ours = sorted((is_marked, pid) for pid, is_marked in left.items() if is_marked is not None)
+    return [(pid, found[pid][1]) for _, pid in ours[:_MAX_LEFT]]
+
+
+def _is_below_us(pid: int, found: Mapping[int, tuple[int, int]]) -> bool:
+    while pid in found:
+        pid = found[pid][0]
+        if pid == os.getpid():
+            return True
+    return False
+
+
+def _is_marked(pid: int) -> bool | None:
+    """Whether it has the attempt's environment; None: it is gone, or somebody else's, whom we cannot end."""
+    mark = f"VRAMFARM_ATTEMPT_ID={os.environ.get('VRAMFARM_ATTEMPT_ID')}".encode()
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
 
 
 def _read_ahead(checkpoint: str) -> None:

@@ -2,23 +2,26 @@
 Slow work, each piece a process of its own: started, then observed. One at a time per kind.
 
 A task reads its arguments as JSON from standard input and writes JSON lines to standard
-output; the last one says how it ended. It may be killed at any moment.
+output; the last one says how it ended. It may be killed at any moment. One that must begin at
+once is started ahead: it waits for its arguments, and ends when they cannot come any more. What it
+prints goes through memory, and from there into its log: a full disk must not keep a copy from leaving it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 from runner.facts import Failed, Finished, Running, TaskKind, TaskState
 from runner.supervise import process
@@ -41,6 +44,7 @@ class TaskBoard:
         self._folder = folder
         self._marker = run_marker
         self._tasks: dict[TaskKind, _Task] = {}
+        self._ready: dict[TaskKind, _Ready] = {}
         self._states: dict[TaskKind, TaskState] = {}
         self._failures: dict[tuple[TaskKind, str], Failed] = {}
 
@@ -54,19 +58,40 @@ class TaskBoard:
     ) -> None:
         """Start a task, with the supervisor's environment. None of its kind may be running."""
         assert kind not in self._tasks, f"a {kind} task is running"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        out, err = self._folder / f"{kind}.jsonl", self._folder / f"{kind}.err"
+        raw, ready = json.dumps(arguments).encode(), self._ready.pop(kind, None)
+        if ready is not None and ready.begin(raw):
+            task = ready.task
+        else:
+            with _in_memory() as stdin:
+                stdin.write(raw)
+                stdin.seek(0)
+                task = self._spawn(kind, argv, stdin)
+        self._tasks[kind] = task
+        self._states[kind] = Running(subject=subject, started_at=now)
+
+    def prepare(self, kind: TaskKind, argv: Sequence[str]) -> None:
+        """
+        Have the next task of this kind started already, so that it only needs its arguments; nothing happens if it is, or
+        while one runs. One that dies ahead of its time is not started again: `start` does without.
+        """
+        if kind in self._tasks or kind in self._ready:
+            return
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(reader, "rb") as stdin:
+            try:
+                task = self._spawn(kind, argv, stdin)
+            except BaseException:
+                os.close(writer)
+                raise
+        self._ready[kind] = _Ready(task, writer)
+
+    def _spawn(self, kind: TaskKind, argv: Sequence[str], stdin: IO[bytes]) -> _Task:
+        out, err = _Stream(self._folder / f"{kind}.jsonl"), _Stream(self._folder / f"{kind}.err")
         env = {**os.environ, Env.RUN: self._marker, Env.ROLE: _ROLE}
-        with tempfile.TemporaryFile() as stdin, _appending(out) as stdout, _appending(err) as stderr:
-            stdin.write(json.dumps(arguments).encode())
-            stdin.seek(0)
-            begin, begin_err = stdout.tell(), stderr.tell()
-            popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=stdout, stderr=stderr)
+        popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=out.memory, stderr=err.memory)
         with suppress(OSError):  # gone already
             os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
-        running = Running(subject=subject, started_at=now)
-        self._tasks[kind] = _Task(popen, _Lines(out, begin), err, begin_err)
-        self._states[kind] = running
+        return _Task(popen, out, err)
 
     def states(self, now: datetime) -> Mapping[TaskKind, TaskState]:
         """Look at every task; return what runs and how the last of each kind ended."""
@@ -82,14 +107,14 @@ class TaskBoard:
         return tuple(task.popen.pid for task in self._tasks.values())
 
     def end(self, kind: TaskKind) -> None:
-        """End a running task and forget it; nothing happens if there is none."""
+        """End a running task and forget it, and one that is ready for its turn; nothing happens if there is none."""
+        if ready := self._ready.pop(kind, None):
+            ready.dismiss()
         task = self._tasks.pop(kind, None)
         if task is None:
             return
         self._states.pop(kind, None)
-        task.kill()
-        with suppress(subprocess.TimeoutExpired):
-            task.popen.wait(_KILLED_S)
+        task.end()
 
     def wait(self, kind: TaskKind, *, timeout_s: float) -> None:
         """Wait for a running task, but not longer."""
@@ -107,7 +132,8 @@ class TaskBoard:
 
     def kill_leftovers(self) -> tuple[int, ...]:
         """End tasks of this run that an earlier runner started; return the pids that would not go."""
-        mine = {task.popen.pid for task in self._tasks.values()}
+        known = (*self._tasks.values(), *(ready.task for ready in self._ready.values()))
+        mine = {task.popen.pid for task in known}
 
         def look() -> tuple[process.Process, ...]:
             found = process.find(Env.RUN, self._marker)
@@ -119,7 +145,8 @@ class TaskBoard:
         task, state = self._tasks[kind], self._states[kind]
         assert isinstance(state, Running)
         code = task.popen.poll()  # before its lines are read: what it wrote last is there then
-        for line in task.lines.read():
+        task.err.copy()
+        for line in _objects(task.out.copy()):
             task.last = line if {"result", "error"} & line.keys() else task.last
             state = _progressed(state, line, now)
             if "told" in line:
@@ -130,6 +157,7 @@ class TaskBoard:
         task.kill()  # what it started goes with it
         del self._tasks[kind]
         self._states[kind] = self._conclude(kind, task, state.subject, code, now)
+        task.close()
 
     def _conclude(self, kind: TaskKind, task: _Task, subject: str, code: int, now: datetime) -> TaskState:
         if "result" in task.last:
@@ -156,40 +184,91 @@ class TaskBoard:
 @dataclass(slots=True)
 class _Task:
     popen: subprocess.Popen[bytes]
-    lines: _Lines
-    err: Path
-    err_begin: int
+    out: _Stream
+    err: _Stream
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_KILLED_S)
+        self.close()
+
+    def close(self) -> None:
+        for stream in (self.out, self.err):
+            stream.copy()
+            stream.memory.close()
+
     def error_tail(self) -> str:
-        size = self.err.stat().st_size
-        with self.err.open("rb") as file:
-            file.seek(max(self.err_begin, size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").strip()
+        return self.err.tail(_TAIL_BYTES).decode(errors="replace").strip()
 
 
-@dataclass(slots=True)
-class _Lines:
-    """JSON objects that were added to a file since the last look. A torn last line waits."""
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A task that waits for its arguments. When the last writer of its pipe is gone, as it is when we die, it ends."""
 
-    path: Path
-    offset: int
+    task: _Task
+    writer: int
 
-    def read(self) -> Iterator[Mapping[str, Any]]:
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            raw = file.read()
+    def begin(self, arguments: bytes) -> bool:
+        """False: it died, is stuck, or they are too much for a pipe that nobody may be reading; it is gone then."""
+        try:
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, max(len(arguments), mmap.PAGESIZE))
+            os.set_blocking(self.writer, False)
+            is_told = self.task.popen.poll() is None and os.write(self.writer, arguments) == len(arguments)
+        except OSError:
+            is_told = False
+        if not is_told:
+            self.task.end()  # before it reads the end of what came
+        os.close(self.writer)
+        return is_told
+
+    def dismiss(self) -> None:
+        os.close(self.writer)
+        self.task.end()
+
+
+class _Stream:
+    """What a task prints: in memory, and copied into its log as far as the disk takes it. A torn last line waits."""
+
+    def __init__(self, log: Path) -> None:
+        self.memory = _in_memory()
+        self._log = log
+        self._copied = 0
+
+    def copy(self) -> bytes:
+        """Return the whole lines that are new."""
+        raw = self._read(self._copied)
         whole = raw[: raw.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError):  # something that a library printed
-                fields = json.loads(line)
-                if isinstance(fields, dict):
-                    yield fields
+        self._copied += len(whole)
+        if whole:
+            with suppress(OSError), _appending(self._log) as log:
+                log.write(whole)
+        return whole
+
+    def tail(self, num_bytes: int) -> bytes:
+        return self._read(max(0, os.fstat(self.memory.fileno()).st_size - num_bytes))
+
+    def _read(self, begin: int) -> bytes:
+        """The task writes where the shared position is, so that is not moved."""
+        fd = self.memory.fileno()
+        return os.pread(fd, os.fstat(fd).st_size - begin, begin)
+
+
+def _objects(lines: bytes) -> Iterator[Mapping[str, Any]]:
+    for line in lines.splitlines():
+        with suppress(ValueError):  # something that a library printed
+            fields = json.loads(line)
+            if isinstance(fields, dict):
+                yield fields
+
+
+def _in_memory() -> BinaryIO:
+    return os.fdopen(os.memfd_create("task"), "w+b", buffering=0)
 
 
 def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Running:
@@ -202,15 +281,9 @@ def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Runni
 
 
 def _died(kind: TaskKind, code: int, tail: str) -> str:
-    how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code} without a last word"
+    how = f"was ended by {process.signal_name(-code)}" if code < 0 else f"exited {code} without a last word"
     last = tail.splitlines()[-1] if tail else ""
     return f"task {kind} {how}" + (f": {last}" if last else "")
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:
@@ -223,8 +296,9 @@ def _in_session(pid: int, leaders: set[int]) -> bool:
     return False
 
 
-def _appending(path: Path) -> Any:  # noqa: ANN401  # a binary file
+def _appending(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if path.stat().st_size > _LOG_BYTES:
             path.replace(path.with_name(f"{path.name}.1"))
-    return path.open("ab")
+    return path.open("ab", buffering=0)

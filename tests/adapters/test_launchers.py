@@ -48,7 +48,17 @@ TORCHRUN = (
         (
             "deepspeed",
             ("train.py",),
-            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "--", "train.py"),
+            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "--", "--", "train.py"),
+        ),
+        (
+            "deepspeed",
+            ("--module", "package.train", "--m", "1"),
+            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "--module", "--", "--", "package.train", "--m", "1"),
+        ),
+        (
+            "deepspeed",
+            ("--include", "localhost:0", "train.py"),
+            ("deepspeed.launcher.runner", "--hostfile=/dev/null", "--num_gpus=8", "--enable_each_rank_log=/logs", "--include", "localhost:0", "train.py"),
         ),
         ("axolotl", ("config.yml",), ("torch.distributed.run", *TORCHRUN, "--module", "--", "axolotl.cli.train", "config.yml")),
         ("llamafactory", ("sft.yaml",), ("torch.distributed.run", *TORCHRUN, "--module", "--", "llamafactory.launcher", "sft.yaml")),
@@ -111,6 +121,52 @@ def test_an_option_of_the_script_is_never_taken_for_one_of_torchruns(tmp_path):
 
     assert 0 == done.returncode, done.stderr
     assert ["['--log', 'x', '--', '--no']\n"] == [p.read_text() for p in tmp_path.glob("logs/*/*/0/stdout.log")]
+
+
+SECOND = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+for name in ("--node_rank", "--master_addr", "--master_port", "--world_info", "--enable_each_rank_log"):
+    parser.add_argument(name)
+for name in ("--module", "--no_python", "--no_local_rank"):
+    parser.add_argument(name, action="store_true")
+parser.add_argument("training_script")
+parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+args = parser.parse_args()
+print([args.training_script, *args.training_script_args])
+"""
+FIRST = """
+import argparse, subprocess, sys
+parser = argparse.ArgumentParser()
+for name in ("--hostfile", "--num_gpus", "--num_nodes", "--master_addr", "--master_port", "--enable_each_rank_log"):
+    parser.add_argument(name)
+for name in ("--module", "--no_python", "--no_local_rank", "--no_ssh_check"):
+    parser.add_argument(name, action="store_true")
+parser.add_argument("user_script")
+parser.add_argument("user_args", nargs=argparse.REMAINDER)
+args = parser.parse_args()
+second = [sys.executable, "-m", "deepspeed.launcher.launch", "--world_info=x", "--master_addr=a", "--master_port=1"]
+sys.exit(subprocess.call([*second, *["--module"][: args.module], args.user_script, *args.user_args]))
+"""
+
+
+@pytest.mark.parametrize("module", [(), ("--module",)], ids=["script", "module"])
+def test_an_option_of_the_script_is_taken_by_neither_of_deepspeeds_parsers(tmp_path, module):
+    """
+    Two programs in a row that parse as DeepSpeed 0.19 does: an ambiguous `--m` or `--no` ended the second.
+    """
+    (tmp_path / "deepspeed" / "launcher").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "launcher" / "runner.py").write_text(FIRST)
+    (tmp_path / "deepspeed" / "launcher" / "launch.py").write_text(SECOND)
+    words = ("train.py", "--m", "5", "--no", "--", "--master", "x")
+    one = Launch(python=sys.executable, command=(*module, *words), num_procs=1, log_dir=tmp_path / "logs")
+
+    argv = LAUNCHERS[LauncherName.DEEPSPEED].argv(one)
+    done = subprocess.run(
+        argv, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert (0, f"{list(words)}\n") == (done.returncode, done.stdout), done.stderr
 
 
 def test_placeholders_are_filled():

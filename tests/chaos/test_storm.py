@@ -21,7 +21,7 @@ from tests.fake_trainer import content
 HERE = Path(__file__).parent
 STEPS = 200
 BYTES = 300_000
-ROUNDS = int(os.environ.get("STORM_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("STORM_ROUNDS", "4"))
 FIRST = int(os.environ.get("STORM_SEED", "0"))
 JOB = f"""
 name: {NAME}

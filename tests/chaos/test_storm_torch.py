@@ -2,6 +2,9 @@
 Kill storms on the quickstart itself: torchrun, two ranks, gloo, the library, `vramfarm-runner run`.
 
 Afterwards the weights, the optimizer and the loss are those of a run that nobody disturbed, bit for bit.
+Each round kills at every kind of moment, in an order of its own; `make test` plays one. More by hand:
+
+    STORM_ROUNDS=20 .venv/bin/python -m pytest -n 2 tests/chaos/test_storm_torch.py
 """
 
 import os
@@ -18,6 +21,7 @@ from vramfarm.folder import committed
 from vramfarm.protocol import Manifest
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "train.py"
+ROUNDS = int(os.environ.get("STORM_ROUNDS", "1"))
 STEPS = 100
 ARGUMENTS = f"--steps {STEPS} --layers 1 --dim 64 --batch 4 --context 64 --pause 0.08"
 JOB = f"""
@@ -71,7 +75,7 @@ def printed_loss(store: Path) -> str:
 
 @pytest.mark.storm
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(1, 1 + ROUNDS))
 def test_a_run_that_was_killed_again_and_again_learns_the_same_to_the_last_bit(tmp_path, seed, undisturbed):
     """
     At least five kills: while it starts, trains, saves and uploads, and when training is done.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.screen import View, clip, screen
-from runner.probes.cards import CardUse, parse_cards
+from runner.facts import CardPulse
 from runner.supervise.logs import Line
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -51,7 +51,8 @@ STATUS = {
     "updated_at": _ago(seconds=1),
 }
 CARDS = tuple(
-    CardUse(index=i, use=98, used_bytes=61 * 10**9, total_bytes=80 * 10**9, power=640, temperature=61) for i in range(8)
+    CardPulse(index=i, use_percent=98, used_bytes=61 * 10**9, total_bytes=80 * 10**9, power_w=640, temperature=61)
+    for i in range(8)
 )
 LINES = tuple(Line(rank, "stdout", f"loss of rank {rank}") for rank in (0, 1, -1))
 
@@ -135,18 +136,6 @@ def test_what_is_wrong_is_said(change: dict[str, object], expected: str):
     A run that is dead, over, stale or unsafe does not look like one that is well.
     """
     assert expected in "\n".join(screen(_view(**change), width=100, height=24))
-
-
-def test_what_a_card_does_not_tell_is_left_out():
-    """
-    Drivers answer `[N/A]` for single fields, and errors for whole cards.
-    """
-    text = "0, 98, 61000, 81559, 640.12, 700.00, 61\n1, [N/A], 3, 81559, [Not Supported], 700.00, 33\nUnable to determine\n"
-
-    first, second = parse_cards(text)
-
-    assert (98.0, 640.12, 61000 << 20) == (first.use, first.power, first.used_bytes)
-    assert (1, None, None, 33.0) == (second.index, second.use, second.power, second.temperature)
 
 
 # ------------------------------------------------------------------------- in a terminal

@@ -119,6 +119,57 @@ def test_wrong_usage_is_2(cli, arguments):
     assert "error: " in done.stderr
 
 
+@pytest.mark.parametrize("name", ["validate", "plan", "preflight", "rehearse", "submit", "launch"])
+@pytest.mark.parametrize("given", [["nope.yaml"], ["--config", "nope.yaml"]], ids=["JOB", "--config JOB"])
+def test_a_job_is_named_in_either_way_and_what_is_there_is_told(tmp_path, cli, name, given):
+    """
+    Nobody has to remember which command takes it how, nor how the file was called.
+    """
+    (tmp_path / "job.yaml").touch()
+
+    done = cli(name, *given)
+
+    assert (2, "") == (done.returncode, done.stdout)
+    assert [
+        "error: nope.yaml: cannot be read: no such file or directory",
+        "hint: is the path right (here: job.yaml)? in a container, mount its folder first",
+    ] == done.stderr.splitlines()
+
+
+def test_two_jobs_are_one_too_many(cli):
+    """
+    Not one of them in silence.
+    """
+    done = cli("validate", "a.yaml", "--config", "b.yaml")
+
+    assert (2, "error: expected one job, found two: a.yaml and b.yaml\n") == (done.returncode, done.stderr)
+
+
+def test_a_mistyped_command_is_answered_with_the_one_that_is_meant(cli):
+    """
+    One name, not eighteen.
+    """
+    assert cli("stauts").stderr.endswith("stauts: no such command; did you mean status?\n")
+
+
+def test_a_terminal_that_knows_ascii_only_breaks_nothing(tmp_path):
+    """
+    What it lacks is escaped: the help has an ellipsis in it.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "50"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "[--config job.yaml] \\u2026" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     """
     `vramfarm-runner status --json | head -1` prints no traceback.

@@ -349,7 +349,7 @@ def test_no_job_says_what_to_do():
     with pytest.raises(JobError) as caught:
         load_job(None, {})
 
-    assert "vramfarm-runner run --config job.yaml" == caught.value.hint
+    assert caught.value.hint.startswith("name a file")
 
 
 @pytest.mark.parametrize(

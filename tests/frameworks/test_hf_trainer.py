@@ -27,6 +27,7 @@ def _start(folder: Path, arguments: str, *, num_ranks: int) -> subprocess.Popen[
         "framework": "hf_trainer",
         "cpu_processes": num_ranks,
         "python": sys.executable,
+        "preflight": {"comm_test": False},
         "restart": {"initial_delay": "1s"},
         "offload": {"to": f"file://{folder}/store"},
         "env": {"OMP_NUM_THREADS": "1"},

@@ -240,7 +240,6 @@ def test_a_fault_of_the_job_is_paid_for_once(host: Host):
 @pytest.mark.parametrize(
     ("outcome", "code", "order", "limit", "args"),
     [
-        (Outcome.LIMIT, 7, ["--go-on"], "10m", ["--go-on"]),
         (Outcome.LIMIT, 7, [], "1h", []),
         (Outcome.STOPPED, 8, ["--go-on"], "10m", ["--go-on"]),
     ],

@@ -61,7 +61,7 @@ from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from tests.fakes import Loss
-from tests.simworld import START, TURN, Elsewhere, boot, shard_bytes
+from tests.simworld import DAMAGED, START, TURN, Elsewhere, boot, shard_bytes
 from vramfarm.protocol import Ref
 
 JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
@@ -370,6 +370,105 @@ def test_a_good_checkpoint_in_the_store_is_not_tidied_away_for_a_damaged_newer_o
     assert (2, 500) == (max(elsewhere.store).lineage, max(elsewhere.store).step)
 
 
+def test_what_is_found_damaged_at_the_end_is_sent_again_and_compared_again(tmp_path):
+    """
+    The copy here is good: nobody loses it for what the store made of the first one.
+    """
+    elsewhere = Elsewhere(rots={500: 1})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    check_finished(tmp_path / "job", elsewhere)
+    assert (0, False, set()) == (end.code, end.keep, elsewhere.damaged_there)
+    assert frozenset() == history_of(tmp_path / "job").unusable
+
+
+def test_a_store_that_damages_every_copy_keeps_the_folder(tmp_path):
+    """
+    It is tried three times, not for ever, and the end says so.
+    """
+    elsewhere = Elsewhere(rots={500: 100})
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, True, True) == (end.code, end.stop, end.keep)
+    assert end.reason.endswith(f"but the store does not have it: {DAMAGED}")
+    assert 97 == elsewhere.rots[500]
+
+
+def test_a_later_life_knows_what_an_earlier_one_found_damaged(tmp_path):
+    """
+    It does not fetch it again, and what is better than that is sent.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    older, newest = sorted(elsewhere.store)[-2:]
+    elsewhere.promised.clear()
+    elsewhere.damaged_there, elsewhere.crash_at_step = {newest.step}, {2: older.step + 100, 3: older.step + 100}
+    elsewhere.sigterms = {elsewhere.now + 6 * TURN}
+    boot(JOB, tmp_path / "other", elsewhere)
+    elsewhere.damaged_there, elsewhere.crash_at_step = set(), {}  # whoever asked again would get it
+
+    end, _ = boot(JOB, tmp_path / "other", elsewhere)
+
+    assert frozenset({newest.name}) == history_of(tmp_path / "other").unusable
+    assert {older.step} == {step for _, step in elsewhere.launches[1:]}
+    assert 0 == end.code
+
+
+def test_what_an_earlier_life_found_damaged_is_tried_again_before_there_is_none(tmp_path):
+    """
+    The fault may have been its network or its memory: a run that was refused for it goes on when that is cured.
+    """
+    elsewhere = Elsewhere(sigterms={at(6)})
+    boot(JOB, tmp_path / "job", elsewhere)
+    shutil.rmtree(tmp_path / "job")
+    elsewhere.promised.clear()
+    elsewhere.damaged_there = {ref.step for ref in elsewhere.store}
+    refused, _ = boot(JOB, tmp_path / "job", elsewhere)
+    newest, elsewhere.damaged_there = max(elsewhere.store), set()
+
+    end, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, 0) == (refused.code, end.code)
+    assert (1, newest.step) == elsewhere.launches[-1]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rots=st.dictionaries(st.integers(1, 5).map(lambda n: n * 100), st.integers(1, 2), max_size=3),
+    losses=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=3),
+    sigterms=st.sets(st.integers(1, 40), max_size=3),
+    keep_last=st.integers(1, 3),
+)
+def test_whatever_rots_in_the_store_what_it_is_trusted_with_is_whole(tmp_path, rots, losses, sigterms, keep_last):
+    """
+    Any mix of copies that are damaged on arrival, crashes of the runner, lost disks and preemptions: exit 0
+    means that the store has the end whole, and what could be restored is never tidied away for what could not.
+    """
+    root = tmp_path / "job"
+    shutil.rmtree(root, ignore_errors=True)
+    elsewhere = Elsewhere(rots=rots, sigterms={at(n) for n in sigterms})
+    job = JOB.model_copy(update={"offload": JOB.offload.model_copy(update={"keep_last": keep_last})})
+    for fail_at, machine_lost in losses:
+        boot(job, root, elsewhere, fail_at=fail_at)
+        if machine_lost:
+            shutil.rmtree(root)
+            elsewhere.promised.clear()
+        else:
+            check_invariants(root, elsewhere)
+    for _ in range(6):
+        end, _ = boot(job, root, elsewhere)
+        if end.code != 75:
+            break
+
+    if end.code:
+        assert (4, True) == (end.code, end.keep or "--start-over" in end.reason)
+    else:
+        newest = max(elsewhere.store)
+        assert (500, False) == (newest.step, newest.step in elsewhere.damaged_there)
+
+
 def test_it_never_starts_over_silently(tmp_path):
     """
     Checkpoints exist and none can be used: code 4, and the words say how to start over.
@@ -433,6 +532,52 @@ def test_a_lease_that_the_store_refuses_ends_it_before_training():
     end = decide(JOB, ACCEPTED, seen)
 
     assert (4, "read-only; mount it") == (end.code, end.reason)
+
+
+@pytest.mark.parametrize(
+    ("local", "curable", "expected"),
+    [
+        pytest.param((), True, End(code=4, stop=True, keep=False, reason="expired; renew it"), id="a first start"),
+        pytest.param((CHECKPOINT,), True, None, id="a later life"),
+        pytest.param(
+            (CHECKPOINT,), False, End(code=4, stop=True, keep=True, reason="expired; renew it"), id="no such bucket"
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.SURVEY])
+def test_a_later_life_goes_on_where_a_first_start_is_refused(kind, local, curable, expected):
+    """
+    Expired credentials are said at once to whoever starts a run. A life that begins in the night has work on its
+    disk: it trains on, tells a person, and asks again every two minutes.
+    """
+    holds = LeaseState.UNKNOWN if kind is TaskKind.LEASE else LeaseState.HELD
+    subject = {TaskKind.LEASE: "of the run", TaskKind.SURVEY: "store"}[kind]
+    refused = Failed(
+        subject=subject, at=START, error="expired", hint="renew it", final=True, curable=curable, failures=1
+    )
+    seen = Observed(now=START, boot_id="b", life="l", local=local, lease=Lease(state=holds))
+    keeps = Running(subject="of the run", started_at=START)
+    seen = replace(seen, tasks={**DONE, TaskKind.LEASE: keeps, kind: refused}, preflight=Preflight(verdict=Verdict.GO))
+
+    action = decide(JOB, ACCEPTED, seen)
+
+    assert expected == action if expected else isinstance(action, Launch)
+
+
+@pytest.mark.parametrize(
+    ("local", "minutes", "expected"),
+    [((), 0, End), ((CHECKPOINT,), 0, Wait), ((CHECKPOINT,), 2, Begin), ((CHECKPOINT,), 30, End)],
+)
+def test_what_a_launch_needs_is_waited_for_half_an_hour_where_work_is_here(local, minutes, expected):
+    """
+    A newer checkpoint that the store does not hand out now is worth the wait; for ever it would be paid for in vain.
+    """
+    newer = replace(CHECKPOINT, ref=Ref(1, 200, 1, "1" * 8))
+    refused = Failed(subject=newer.ref.name, at=START, error="expired", final=True, curable=True, failures=1)
+    seen = Observed(now=at(minutes), boot_id="b", life="l", local=local, offsite=(newer,), ledger=())
+    seen = replace(seen, tasks={**DONE, TaskKind.RESTORE: refused}, preflight=Preflight(verdict=Verdict.GO))
+
+    assert isinstance(decide(JOB, ACCEPTED, seen), expected)
 
 
 @pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.UPLOAD, TaskKind.SURVEY])
@@ -1001,13 +1146,15 @@ def test_nothing_is_launched_onto_a_full_disk():
 
     full = decide(HERE_ONLY, history, seen)
     roomy = decide(HERE_ONLY, history, replace(seen, free_bytes=10**6))
-    crowded = decide(HERE_ONLY, history, replace(seen, local=two))
+    crowded = decide(HERE_ONLY, history, replace(seen, local=two, free_bytes=10**8))
+    helpless = decide(HERE_ONLY, history, replace(seen, local=two))
     after = decide(HERE_ONLY, replace(history, attempts=(died,)), replace(seen, local=two[1:], free_bytes=10**6))
 
     assert (3, "the disk of this run is full: 0.0 MB are free") == (full.code, full.reason.partition(";")[0])
     assert "free some space there" in full.reason
     assert isinstance(roomy, Launch)
     assert isinstance(crowded, Prune)
+    assert 3 == helpless.code, "where one more does not fit without the older one either, both stay"
     assert (3, "the disk of this run is full: 1.0 MB are free") == (after.code, after.reason.partition(";")[0])
 
 
@@ -1436,6 +1583,20 @@ def test_what_an_ended_launcher_left_behind_is_ended(seconds, expected):
     ended = {"exit": Exit(code=0), "exit_seen_at": at(9) - timedelta(seconds=seconds)}
 
     assert expected == decide(HERE_ONLY, *hung(hang=None, **ended))
+
+
+def test_what_is_left_behind_is_named():
+    """
+    Whatever holds a card's memory would be the next attempt's out-of-memory error: a person wants to know who it was.
+    """
+    ended = {"exit": Exit(code=0), "exit_seen_at": at(7)}
+    left = tuple(f"{pid} python3 logger.py" for pid in range(4711, 4717))
+    live = Live(attempt_id="a", trainers=tuple(range(4711, 4717)), savers=(), left=left)
+
+    action = decide(HERE_ONLY, *hung(hang=None, live=live, **ended))
+
+    named = ", ".join(left[:4])
+    assert Kill(f"the launcher ended, these did not: {named} and 2 more", left=True) == action
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from runner.facts import (
     Failed,
     Finished,
     History,
+    Live,
     Observed,
     Progress,
     TaskKind,
@@ -201,7 +202,8 @@ def test_a_refused_store_is_told_at_once():
     failed = Failed(subject="store", at=START, error="403", final=True, failures=1, hint="check the key")
     history = replace(BEGUN, notified={**BEGUN.notified})
 
-    action = decide_and_tell(JOB, history, replace(SEEN, tasks={TaskKind.SURVEY: failed}))
+    live = Live(attempt_id="a", trainers=(1,), savers=())
+    action = decide_and_tell(JOB, history, replace(SEEN, live=live, tasks={TaskKind.SURVEY: failed}))
 
     assert ("upload", True) == (action.event, "check the key" in action.text)
 

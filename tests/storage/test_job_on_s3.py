@@ -22,7 +22,7 @@ cpu_processes: 1
 source: {{archive: "{at}/code.tar.gz"}}
 setup: ["echo set-up > set-up.txt"]
 checkpoint: {{save_interval: 1s}}
-offload: {{to: "{at}/runs", endpoint: "{endpoint}"}}
+offload: {{to: "{at}/runs", endpoint: "{endpoint}", max_bandwidth: 100MB}}
 finish: {{on_success: stop}}
 """
 

@@ -100,3 +100,16 @@ def test_a_full_disk_does_not_silence_the_journal(tmp_path):
     disk.full = True
     with pytest.raises(OSError, match="No space"):
         journal.append(events.interrupted(8, "y", NOW))
+
+
+def test_what_is_right_anyway_is_known_in_this_life_where_the_disk_takes_no_line(tmp_path):
+    """
+    A person is told though the disk is read-only, and not again and again.
+    """
+    journal = Journal(tmp_path / "no folder" / "journal.jsonl", Disk())
+
+    journal.note(events.notified("save", NOW))
+
+    assert {"save": NOW} == dict(journal.history.notified)
+    with pytest.raises(OSError, match="No such file"):
+        journal.append(events.accepted(NOW))

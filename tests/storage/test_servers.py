@@ -327,6 +327,71 @@ def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3
     assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
 
 
+_ROLE_OF_OTHER = "[default]\nrole_arn = arn:aws:iam::123456789012:role/x\nsource_profile = other\n"
+_SSO = (
+    "[default]\nsso_account_id = 1\nsso_role_name = r\nsso_region = eu-west-1\nsso_start_url = https://127.0.0.1:9/\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "cure", "curable"),
+    [
+        pytest.param("", {}, "set AWS_ACCESS_KEY_ID", True, id="none"),
+        pytest.param("", {"AWS_ACCESS_KEY_ID": "a"}, "set both", True, id="half a key"),
+        pytest.param("", {"AWS_PROFILE": "none"}, "AWS_PROFILE names it", True, id="no such profile"),
+        pytest.param("[default\n", {}, "AWS_CONFIG_FILE", True, id="a file that cannot be read"),
+        pytest.param(_ROLE_OF_OTHER, {}, "AWS configuration files", True, id="a role of nobody"),
+        pytest.param(_SSO, {}, "aws sso login", True, id="a login that is over"),
+        pytest.param(
+            "",
+            {"AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/x", "AWS_WEB_IDENTITY_TOKEN_FILE": "/no/token"},
+            "AWS_WEB_IDENTITY_TOKEN_FILE",
+            True,
+            id="a token that is not there",
+        ),
+        pytest.param("", {"AWS_DEFAULTS_MODE": "fast"}, "AWS_DEFAULTS_MODE", False, id="a setting that is none"),
+    ],
+)
+def test_what_is_wrong_with_credentials_is_told_with_its_own_cure(tmp_path, monkeypatch, config, env, cure, curable):  # noqa: PLR0917  # what differs
+    """
+    Whoever is told to look into job.yaml looks for what is not there. Nothing is asked of anybody.
+    """
+    (tmp_path / "config").write_text(config)
+    own = {"AWS_CONFIG_FILE": f"{tmp_path}/config", "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/none"}
+    for name, value in {**own, "AWS_EC2_METADATA_DISABLED": "true", **env}.items():
+        monkeypatch.setenv(name, value)
+    offload = OffloadPolicy(to="s3://bucket/runs", endpoint="http://127.0.0.1:9", region="eu-west-1")
+
+    with pytest.raises(OffsiteError) as caught:
+        S3Store(offload, env).head("x")
+
+    assert (True, curable) == (caught.value.final, caught.value.curable)
+    assert cure in caught.value.hint, caught.value.hint
+
+
+def test_a_key_is_never_told(s3_offload):
+    """
+    One with a line's end in it is no header, and the library would show all of that. Around it a line's end is none of it.
+    """
+    secret = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "x", "AWS_SESSION_TOKEN": "hid\nden"}
+
+    with pytest.raises(OffsiteError) as caught:
+        S3Store(s3_offload, secret).head("x")
+
+    assert "AWS_SESSION_TOKEN: expected one word, found more" == str(caught.value)
+    assert caught.value.hint == "is it cut in two, or quoted twice?"
+
+
+def test_a_line_end_behind_a_key_is_none_of_it(s3_offload, s3server):
+    """
+    `$(cat file)` has none, a file that a container mounts has.
+    """
+    store = S3Store(s3_offload, {name: f" {value}\r\n" for name, value in s3server.env.items()})
+    store.put("job/x", b"x")
+
+    assert b"x" == store.get("job/x")
+
+
 # ------------------------------------------------------------------------------------- consistency
 
 

@@ -5,10 +5,13 @@ import os
 import random
 import time
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import pytest
 
 from runner.job import OffloadPolicy
+from runner.keeper import LEASE, expect_ours
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite import OffsiteError, open_store, transfer
@@ -19,6 +22,7 @@ from tests.farmhouse import wait_until
 from tests.s3server import BUCKET
 from tests.storage.examples import SHARDS, commit
 from tests.storage.moving import contents, elsewhere, ignore, move
+from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
 
 FOLDER = "job/checkpoints"
@@ -62,6 +66,21 @@ def test_a_survey_knows_what_the_disk_knew(store, directory):
 
     assert directory.committed() == found.checkpoints
     assert ((), None) == (found.unusable, found.outcome)
+
+
+def test_nobody_commits_to_a_run_that_is_anothers_by_now(store, directory):
+    """
+    A machine that was suspended in the middle of an upload goes on with it when it wakes, before it looks at the clock.
+    """
+    manifest = commit(directory)
+    store.put(f"job/{LEASE}", json.dumps({"holder": "b", "life": "l", "fence": 2, "who": "machine b"}).encode())
+
+    with pytest.raises(OffsiteError, match="another runner has this run by now: machine b") as caught:
+        transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "a"))
+    before = steps(store)
+    transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "b"))
+
+    assert (False, [], [500]) == (caught.value.final, before, steps(store))
 
 
 def test_an_upload_is_safe_to_repeat(store, directory):
@@ -125,8 +144,8 @@ def test_a_spoilt_manifest_in_the_store_is_replaced_by_ours(store, directory, sp
     assert manifest == transfer.verify(store, "job", manifest.ref)
 
 
-class _OnceSpoilt:
-    """A store in which another checkpoint's manifest is whole when it is looked for, and garbage when it is read again."""
+class _Spoilt:
+    """A store in which another checkpoint's manifest is garbage."""
 
     def __init__(self, inner, key):
         self._inner, self._key, self._reads = inner, key, 0
@@ -136,7 +155,7 @@ class _OnceSpoilt:
 
     def get(self, key, **limits):
         self._reads += key == self._key
-        return b"garbage" if key == self._key and self._reads > 1 else self._inner.get(key, **limits)
+        return b"garbage" if key == self._key else self._inner.get(key, **limits)
 
 
 def test_another_checkpoint_that_is_spoilt_there_does_not_keep_ours_here(store, directory):
@@ -145,11 +164,11 @@ def test_another_checkpoint_that_is_spoilt_there_does_not_keep_ours_here(store, 
     """
     older = uploaded(store, directory, 400)
     manifest = commit(directory, 500, shards={**SHARDS, FIRST: b"more" * 50})
-    spoilt = _OnceSpoilt(store, f"{FOLDER}/{older.ref.name}/{MANIFEST}")
+    spoilt = _Spoilt(store, f"{FOLDER}/{older.ref.name}/{MANIFEST}")
 
     transfer.upload(spoilt, "job", directory, manifest.ref, ignore)
 
-    assert spoilt._reads > 1
+    assert spoilt._reads > 0
     assert [400, 500] == steps(store)
 
 
@@ -456,6 +475,58 @@ def test_what_is_known_as_unusable_takes_no_place_of_a_good_one(store, directory
     assert ((manifests[0].ref.name,), [200, 300]) == (removed, steps(store))
 
 
+def test_what_is_unusable_goes_with_its_age(store, directory):
+    """
+    Older than all that are kept it is worth nothing, and would cost money for ever.
+    """
+    manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
+    removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[0].ref.name])
+
+    assert (tuple(m.ref.name for m in manifests[:2]), [300]) == (removed, steps(store))
+
+
+class KeepsSums(FileStore):
+    """A folder that keeps a checksum beside each file, as an object store does, and tells that, whatever becomes of the bytes."""
+
+    sums: ClassVar[dict[str, int]] = {}
+
+    def put_file(self, key, path, shard, sent):
+        super().put_file(key, path, shard, sent)
+        self.sums[key] = crc32(path.read_bytes())
+
+    def head(self, key):
+        found = super().head(key)
+        return found and replace(found, crc32=self.sums.get(key))
+
+    def copy(self, source, key, shard):
+        self.sums[key] = self.sums[source]
+        return super().copy(source, key, shard)
+
+
+def test_what_rotted_in_the_store_is_sent_anew_whatever_the_store_says_of_it(directory, tmp_path):
+    """
+    A store tells the checksum that it was given, not that of its bytes. Whoever knows that they are wrong reads
+    them: what is right there is not sent again, what is wrong is, and no other checkpoint takes it over.
+    """
+    store, large = KeepsSums(tmp_path / "store", Disk()), {"frozen": bytes(CHUNK_BYTES + 1), **SHARDS}
+    bad = uploaded(store, directory, 400, shards=large)
+    rotten = tmp_path / "store" / FOLDER / bad.ref.name / "frozen"
+    rotten.write_bytes(b"x" + bytes(CHUNK_BYTES))
+    newer, known = commit(directory, 500, shards=large), [bad.ref.name]
+    inodes = {path.name: path.stat().st_ino for path in rotten.parent.iterdir()}
+
+    believed = transfer.upload(store, "job", directory, bad.ref, ignore)
+    still_rotten = rotten.read_bytes()[:1]
+    copied = transfer.upload(store, "job", directory, newer.ref, ignore, known)
+    transfer.upload(store, "job", directory, bad.ref, ignore, known)
+
+    assert (0, b"x", 0, bytes(CHUNK_BYTES + 1)) == (believed, still_rotten, copied, rotten.read_bytes())
+    anew = {path.name for path in rotten.parent.iterdir() if inodes[path.name] != path.stat().st_ino}
+    assert {"frozen", MANIFEST} == anew
+    for checkpoint in (bad, newer):
+        transfer.restore(store, "job", checkpoint.ref, elsewhere(tmp_path), ignore)
+
+
 def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
     """
     Then whatever there is may be all there is.
@@ -497,6 +568,7 @@ def test_uploads_of_the_dead_are_aborted(s3_offload, s3server, directory):
 
     time.sleep(1.1)  # a server's clock ticks in seconds
     manifest = uploaded(store, directory)
+    transfer.sweep(store, "job")
     client.create_multipart_upload(Bucket=BUCKET, Key=f"{store._prefix}{FOLDER}/{manifest.ref.name}/begun-twice")
     after_upload = left()
     time.sleep(1.1)

@@ -167,6 +167,31 @@ def test_killing_ends_every_trainer_and_keeps_the_exit(spec):
     assert ((), None, Exit(code=-9)) == (left, attempt.live(spec.id), attempt.read_exit(spec.folder))
 
 
+DAEMONS = """
+import subprocess, sys
+for env in ({}, None):
+    subprocess.Popen(["sleep", "61"], env=env, start_new_session=True)
+"""
+
+
+def test_a_daemon_that_outlives_the_launcher_is_named_and_ended(spec):
+    """
+    Also one with an environment and a session of its own, which nobody finds by the attempt's mark.
+    """
+    attempt.start(replace(spec, argv=python(DAEMONS)))
+    until((spec.folder / "exit.json").exists)
+    until(lambda: attempt.find_shim(spec.folder) is None)
+    live = attempt.live(spec.id, spec.folder)
+
+    marked = attempt.live(spec.id).trainers
+
+    left = attempt.kill(spec.id, spec.folder)
+
+    assert (2, 1) == (len(live.trainers), len(marked))
+    assert {f"{pid} sleep 61" for pid in live.trainers} == set(live.left)
+    assert ((), None) == (left, attempt.live(spec.id, spec.folder))
+
+
 def test_killing_spares_the_saver(spec, marker, run_python):
     """
     A staged save commits although all ranks are killed; only when asked to are savers killed.

@@ -21,6 +21,7 @@ name: job
 launcher: command
 command: {python} {ranks} 2 {trainer} --steps 80 --step-time 0.05 --bytes 2000 {more}
 cpu_processes: 2
+preflight: {{comm_test: false}}
 python: {python}
 checkpoint: {{save_interval: 1s}}
 restart: {{initial_delay: 100ms, grace_period: 10s}}
@@ -34,6 +35,7 @@ TORCH_JOB = """
 name: job
 command: {ranks} {more}
 cpu_processes: 2
+preflight: {{comm_test: false}}
 python: {python}
 env: {{OMP_NUM_THREADS: "1"}}
 restart: {{initial_delay: 100ms, grace_period: 10s}}

@@ -112,14 +112,29 @@ def test_the_table_of_cards_is_read():
     What is not told is not known; a card that is held down says why, once.
     """
     table = (
-        "0, GPU-aa, 100, 22, 612.31, 700.00, Not Active, Not Active, Not Active, Not Active\n"
-        "1, GPU-bb, [N/A], [N/A], [N/A], 700.00, Active, Active, Not Active, Active\n"
+        "0, GPU-aa, 100, 22, 612.31, 700.00, 61000, 81559, 61, Not Active, Not Active, Not Active, Not Active\n"
+        "1, GPU-bb, [N/A], [N/A], [Not Supported], 700.00, [N/A], 81559, 33, Active, Active, Not Active, Active\n"
         "Unable to determine the device handle for GPU2: 0000:91:00.0: GPU is lost.\n"
     )
 
     assert (
-        CardPulse(index=0, use_percent=100.0, memory_percent=22.0, power_w=612.31, limit_w=700.0),
-        CardPulse(index=1, limit_w=700.0, throttled=("too hot", "hardware slowdown")),
+        CardPulse(
+            index=0,
+            use_percent=100.0,
+            memory_percent=22.0,
+            power_w=612.31,
+            limit_w=700.0,
+            used_bytes=61000 << 20,
+            total_bytes=81559 << 20,
+            temperature=61.0,
+        ),
+        CardPulse(
+            index=1,
+            limit_w=700.0,
+            total_bytes=81559 << 20,
+            temperature=33.0,
+            throttled=("too hot", "hardware slowdown"),
+        ),
     ) == parse(table)
 
 
@@ -138,7 +153,7 @@ def test_cards_are_numbered_as_training_does(visible, watts):
     What is on cards that the job cannot see says nothing about it.
     """
     rows = [
-        f"{at}, GPU-{c}{c}1, 9, 4, {at}0, 700, Not Active, Not Active, Not Active, Not Active"
+        f"{at}, GPU-{c}{c}1, 9, 4, {at}0, 700, 1, 2, 3, Not Active, Not Active, Not Active, Not Active"
         for at, c in enumerate("abcd")
     ]
 
@@ -152,7 +167,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path):
     Asking costs nothing while there is no answer, and the answer is taken when it comes.
     """
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, GPU-aa, 1, 2, 2, 3, Active, Active, Active, Active'\n")
+    program.write_text("#!/bin/sh\nsleep 0.5\necho '0, GPU-aa, 1, 2, 2, 3, 4, 5, 6, Active, Active, Active, Active'\n")
     program.chmod(0o755)
     cards = Cards(str(program))
 
@@ -377,7 +392,7 @@ def test_a_stopped_rank_is_not_waited_for(tmp_path, marker, run_python):
     It could not answer: its pipe is left alone, and the evidence is there at once.
     """
     rank = run_python("import time; time.sleep(60)", LOCAL_RANK="0")
-    until(lambda: autopsy._rank(rank.pid) == 0)
+    until(lambda: autopsy.rank_of(rank.pid) == 0)
     os.kill(rank.pid, 19)
     until(lambda: ") T " in Path(f"/proc/{rank.pid}/stat").read_text())
     fifo = tmp_path / "page.fr-0.pipe"

@@ -47,6 +47,23 @@ def test_a_result_ends_a_task(board):
     assert Finished(subject="step-1", at=NOW, result={"twice": 42}) == ended(board)
 
 
+@pytest.mark.parametrize("trouble", ["full", "no folder"])
+def test_a_result_comes_back_where_no_log_can_be_written(board, tmp_path, trouble):
+    """
+    What takes copies off a full disk must not end for want of room on it.
+    """
+    if trouble == "full":
+        (tmp_path / "tasks").mkdir()
+        for name in ("upload.jsonl", "upload.err"):
+            (tmp_path / "tasks" / name).symlink_to("/dev/full")
+    else:
+        (tmp_path / "tasks").touch()
+
+    start(board, "say(progress=0.5); print('why', file=sys.stderr); say(result={'n': 1})")
+
+    assert Finished(subject="step-1", at=NOW, result={"n": 1}) == ended(board)
+
+
 def test_progress_is_seen_while_it_runs(board):
     """
     The newest progress line counts; what libraries print in between does not.
@@ -186,3 +203,68 @@ def test_signals_are_named(board):
     os.kill(board._tasks[TaskKind.UPLOAD].popen.pid, signal.SIGTERM)
 
     assert "task upload was ended by SIGTERM" == ended(board).error
+
+
+AHEAD = "import json, sys, os; print('{}', flush=True); raw = sys.stdin.read(); print(json.dumps({'result': {'pid': os.getpid(), 'bytes': len(raw)}}) if raw else '')\n"
+
+
+def prepare(board, code=AHEAD):
+    """Start a task ahead, and return its pid when it has come to life."""
+    board.prepare(TaskKind.UPLOAD, (sys.executable, "-I", "-c", code))
+    task = board._ready[TaskKind.UPLOAD].task
+    until(lambda: task.out.tail(1))
+    return task.popen.pid
+
+
+def test_a_task_that_was_started_ahead_begins_with_its_arguments(board):
+    """
+    An upload need not wait for its process; and one only is kept, which no state tells of.
+    """
+    pid = prepare(board)
+    board.prepare(TaskKind.UPLOAD, ("false",))
+    states = board.states(NOW)
+    start(board, "say(result={})", n=21)
+
+    assert {} == states
+    assert {"pid": pid, "bytes": len('{"n": 21}')} == ended(board).result
+
+
+@pytest.mark.parametrize("size", [10, 900_000, 3_000_000])
+def test_arguments_of_any_size_arrive_whole_whoever_is_ready(board, size):
+    """
+    A pipe holds a megabyte at most: what is more is taken by a process that is started for it.
+    """
+    prepare(board)
+    start(board, "say(result={'bytes': len(json.dumps(arguments))})", text="x" * size)
+
+    assert size + len('{"text": ""}') == ended(board).result["bytes"]
+
+
+def test_one_that_died_ahead_of_its_time_does_no_harm(board):
+    """
+    It is not started again and again, and the work is done by another one.
+    """
+    os.kill(prepare(board), signal.SIGKILL)
+    until(lambda: board._ready[TaskKind.UPLOAD].task.popen.poll() is not None)
+    board.prepare(TaskKind.UPLOAD, ("false",))
+    start(board, "say(result={})")
+
+    assert Finished(subject="step-1", at=NOW, result={}) == ended(board)
+
+
+def test_who_waits_for_work_ends_with_whoever_would_give_it(board, marker):
+    """
+    A runner that is killed leaves nobody behind; the end of the kind ends the one that is ready, too.
+    """
+    prepare(board)
+    board.end(TaskKind.UPLOAD)
+
+    assert () == process.find(Env.RUN, marker)
+    assert {} == board.states(NOW)
+
+    prepare(board)
+    orphan = board._ready.pop(TaskKind.UPLOAD)
+    os.close(orphan.writer)  # as the kernel does
+
+    assert 0 == orphan.task.popen.wait(20)
+    orphan.task.close()

@@ -280,7 +280,11 @@ def test_a_full_disk_is_named_though_no_log_has_a_word_of_it(tmp_path, code):
     [
         pytest.param(2, "the launcher exited with code 2; see ", id="code"),
         pytest.param(-9, "the launcher was killed by SIGKILL; see ", id="signal"),
-        pytest.param(None, "nobody saw how the launcher ended: its shim was killed too; see ", id="unknown"),
+        pytest.param(
+            None,
+            "nobody saw how the launcher ended: its shim was killed too, as in a container without memory, or its disk took no word; see ",
+            id="unknown",
+        ),
     ],
 )
 def test_without_any_words_the_exit_is_told(tmp_path, code, said):

@@ -14,6 +14,7 @@ import pytest
 
 from runner.supervise.triage import first_error
 from runner.supervise.triage.meanings import MEANINGS
+from runner.supervise.triage.table import OWN_WORDS
 
 CORPUS = [
     json.loads(line) for line in (Path(__file__).parents[1] / "data/failures/failures.jsonl").read_text().splitlines()
@@ -32,6 +33,35 @@ def test_the_first_error_is_found_and_named(tmp_path):
     assert scores["decision"] >= 0.95, scores
     assert scores["label"] >= 0.90, scores
     assert scores["rank"] >= 0.95, scores
+
+
+QUOTED = """step 1 loss 2.3
+Traceback (most recent call last):
+  File "/workspace/train.py", line 9, in <module>
+    check(config)
+  File "/workspace/config.py", line 4, in check
+    {statement}
+{kind}: notes: expected no copy of a log, found {line}
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind"),
+    [("raise ValueError(f'notes: {notes!r}')", "ValueError"), ("assert not notes, notes", "AssertionError")],
+    ids=["raise", "assert"],
+)
+def test_what_a_script_raises_is_its_authors_whatever_it_quotes(tmp_path, statement, kind):
+    """
+    The first error line of every failure there is, in a message of the script's own: never the class of what is quoted.
+    """
+    wrong = {}
+    for case in CORPUS:
+        log = QUOTED.format(statement=statement, kind=kind, line=case["primary_line"].strip()[:160])
+        label = diagnose(tmp_path, log).label
+        if label not in {"user_exception", *OWN_WORDS}:
+            wrong[case["id"]] = label
+
+    assert {} == wrong
 
 
 def test_every_label_of_the_corpus_has_a_meaning():

@@ -38,6 +38,8 @@ LOGS = {
     "yaml": ("user_exception", GIVE_UP, 'mapping values are not allowed here: in "/w/c.yaml", line 2, column 5'),
     "hydra_override": ("user_exception", GIVE_UP, "Could not override 'optim.lrr'."),
     "typer_usage": ("user_exception", GIVE_UP, "No such option: --stepz (Possible options: --help, --steps)"),
+    "sys_exit": ("user_exception", GIVE_UP, "the last words: no shards match /data/*.bin"),
+    "asyncio_task": ("user_exception", GIVE_UP, "KeyError: 'input_ids' (train.py:7"),
     "no_env": ("user_exception", GIVE_UP, "environment variable RANK expected, but not set"),
     # ---- torch
     "dynamo_backend": ("user_exception", GIVE_UP, "ValueError: backend cannot do convolutions (train.py:3)"),
@@ -46,6 +48,7 @@ LOGS = {
     "inductor_nocc": ("no_c_compiler", "retry_env", "No working C++ compiler found"),
     "impossible": ("user_exception", GIVE_UP, "tried to allocate 1000000000000000000 bytes"),
     "load_trunc": ("checkpoint_corrupt", RESUME, "OSError: [Errno 22] Invalid argument (train.py:4)"),
+    "weights_namespace": ("weights_only", "retry_env", "Unsupported global: GLOBAL argparse.Namespace was not an allowed global"),
     "weights_text": ("file_is_lfs_pointer_or_html", GIVE_UP, "Unsupported operand 100"),
     "save_tiny": ("disk_full", GIVE_UP, "basic_ios::clear: iostream error"),
     "cuda_none": ("wrong_arch", GIVE_UP, "Torch not compiled with CUDA enabled"),
@@ -66,6 +69,7 @@ LOGS = {
     "hf_unknown_type": ("user_exception", GIVE_UP, "does not recognize this architecture"),
     "hf_flash": ("missing_module", GIVE_UP, "FlashAttention2 has been toggled on"),
     "hf_args": ("user_exception", GIVE_UP, "unexpected keyword argument 'evaluation_strategy' (train.py:1)"),
+    "peft_no_config": ("user_exception", GIVE_UP, "it became ValueError: Can't find 'adapter_config.json' at '/w/adapter' (train.py:2)"),
     "hf_parser": ("user_exception", GIVE_UP, "['learning_rte']"),
     "safet_header": ("file_is_lfs_pointer_or_html", GIVE_UP, "header too large"),
     "safet_cut": ("download_truncated", "retry_env", "incomplete metadata"),
@@ -117,6 +121,72 @@ def test_what_only_follows_from_a_full_disk_is_as_certain_as_the_disk_is_full(fr
     found = first_error(NIGHTS / "save_full", Exit(code=1), free_bytes=free_bytes)
 
     assert ("disk_full", confidence) == (found.label, found.confidence)
+
+
+SHELLS = {
+    "not executable": (126, "/w/run.sh: line 3: ./go.sh: Permission denied", "user_exception", "chmod +x"),
+    "not executable, zsh": (126, "zsh:1: permission denied: ./go.sh", "user_exception", "chmod +x"),
+    "another processor": (
+        126,
+        "bash: line 1: ./fuse: cannot execute binary file: Exec format error",
+        "user_exception",
+        "build it here",
+    ),
+    "windows line ends": (
+        127,
+        "bash: line 1: ./go.sh: cannot execute: required file not found",
+        "user_exception",
+        "dos2unix",
+    ),
+    "bad interpreter": (
+        126,
+        "bash: ./go.py: /opt/conda/bin/python3.9: bad interpreter: No such file or directory",
+        "user_exception",
+        "that line",
+    ),
+    "no such program, env": (
+        127,
+        "/usr/bin/env: 'python3.9': No such file or directory",
+        "missing_module",
+        "install it in setup",
+    ),
+    "no such program, zsh": (127, "zsh:1: command not found: axolotll", "missing_module", "install it in setup"),
+    "no such program": (127, "/w/run.sh: line 7: axolotll: command not found", "missing_module", "install it in setup"),
+    "cd": (1, "/w/run.sh: line 2: cd: /data/run7: No such file or directory", "user_exception", "check the path"),
+    "cd, dash": (2, "sh: 1: cd: can't cd to /data/run7", "user_exception", "check the path"),
+    "source": (
+        1,
+        "/w/run.sh: line 1: /venv/bin/activate: No such file or directory",
+        "user_exception",
+        "check the path",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "line", "label", "remedy"), SHELLS.values(), ids=SHELLS)
+def test_what_a_shell_could_not_run_is_told_with_its_cure(tmp_path, code, line, label, remedy):
+    """
+    By whom it is said, and how: the shell's name and the number of its line.
+    """
+    (tmp_path / "launcher.log").write_text(f"preparing\n{line}\n")
+
+    found = first_error(tmp_path, Exit(code=code))
+
+    assert (label, GIVE_UP, line) == (found.label, found.decision, found.primary_line)
+    assert found.confidence in {"medium", "high"}
+    assert remedy in found.remedy
+
+
+def test_a_shell_that_went_on_is_not_to_blame(tmp_path):
+    """
+    `module: command not found` of a script that was written for another machine ends nothing.
+    """
+    log = tmp_path / "launcher.log"
+    log.write_text("run.sh: line 2: module: command not found\n" + (NIGHTS / "yaml.log").read_text())
+
+    found = first_error(tmp_path, Exit(code=1))
+
+    assert (LOGS["yaml"][0], True) == (found.label, LOGS["yaml"][2] in found.summary)
 
 
 def test_each_cure_is_one_line_that_a_person_can_act_on():

@@ -27,18 +27,6 @@ from test_saver import Attempt, names, until, wrong  # noqa: E402  # the path is
 PATIENCE_S = 60
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    """The shim of trouble.c."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc on this machine")
-    built = tmp_path_factory.mktemp("shim") / "trouble.so"
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-o", built, HERE / "trouble.c", "-ldl", "-lpthread"], check=True, timeout=60
-    )
-    return built
-
-
 @pytest.fixture
 def attempt(tmp_path):
     """Two ranks that save ten times a second, and two checkpoints that are kept."""
@@ -152,11 +140,11 @@ def test_a_checkpoint_whose_name_may_be_lost_is_none_that_counts_and_stays(attem
     wait_for(training, Word.NUM_COMMITTED, 2)
     if who == "its successor":
         saver = training.saver()
-        trouble.give("fsync:checkpoints -1 0")
+        trouble.give("fsync -1 0 .")
         until(lambda: training.page[Word.SAVING_STEP] in training.steps(), PATIENCE_S)
         os.kill(saver, signal.SIGKILL)
     committed = training.page[Word.NUM_COMMITTED]
-    trouble.give(f"fsync:checkpoints {errno.EIO} 0")
+    trouble.give(f"fsync {errno.EIO} 0 .")
     until(lambda: "a power loss may take it" in training.page.error(), PATIENCE_S)
     error = training.page.error()
     step = int(error.split()[1])
@@ -178,7 +166,7 @@ def test_an_end_that_is_recorded_ends_training_though_its_folder_cannot_be_synce
     end.parent.mkdir()
     training = attempt(**trouble.env | {"TROUBLE_ROOT": str(tmp_path), Env.END_FILE: str(end)})
     wait_for(training, Word.NUM_COMMITTED)
-    trouble.give(f"fsync:end {errno.EIO} 0")
+    trouble.give(f"fsync {errno.EIO} 0 end")
 
     training.page[Word.REQUEST_LEAVE] = 1
 

@@ -1,22 +1,22 @@
 /*
  * A disk in trouble, between a process and its C library (LD_PRELOAD).
  *
- * TROUBLE_ROOT: paths below it are watched. TROUBLE_ORDERS: a file of lines "OPERATION ERRNO MICROSECONDS", read
+ * TROUBLE_ROOT: paths below it are watched. TROUBLE_ORDERS: a file of lines "OPERATION ERRNO MICROSECONDS [PATTERN]", read
  * anew at each operation; with an errno it fails, with -1 it waits for other orders, the time is waited for each MB.
- * "fsync:NAME" is that of the folder NAME.
+ * The pattern is of paths below the root, which is "."; who waits says so in the file TROUBLE_ORDERS.here.
  * TROUBLE_LOG: every change that was made is appended, in the order in which they were: "OPERATION\tPATH\tOTHER\tOFFSET\tSIZE\n" and SIZE bytes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -49,28 +49,42 @@ static int path_at(int fd, const char *name, char *path) {
     return is_ours(path);
 }
 
+static int fits(const char *pattern, const char *path) {
+    const char *below = path + strlen(getenv("TROUBLE_ROOT"));
+    return fnmatch(pattern, *below ? below + 1 : ".", FNM_PATHNAME | FNM_PERIOD) == 0;
+}
+
 /* What the orders say of this operation now: an errno, 0, or -1. */
-static int asked(const char *operation, size_t size) {
+static int asked(const char *operation, const char *path, size_t size) {
     const char *name = getenv("TROUBLE_ORDERS");
     int fd = name ? (int)syscall(SYS_openat, AT_FDCWD, name, O_RDONLY | O_CLOEXEC, 0) : -1;
     if (fd < 0) return 0;
-    char text[512] = {0}, what[32];
+    char text[512] = {0}, what[32], pattern[256];
     ssize_t got = read(fd, text, sizeof text - 1);
     syscall(SYS_close, fd);
     int code = 0, found = 0;
     long wait = 0;
-    for (char *line = got > 0 ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n"))
-        if (sscanf(line, "%31s %d %ld", what, &code, &wait) == 3 && strcmp(what, operation) == 0) {
-            found = code;
-            if (wait && size) usleep((useconds_t)(wait * (size / 1e6)));
-        }
+    for (char *line = got > 0 ? strtok(text, "\n") : NULL; line; line = strtok(NULL, "\n")) {
+        int fields = sscanf(line, "%31s %d %ld %255s", what, &code, &wait, pattern);
+        if (fields < 3 || strcmp(what, operation) != 0 || (fields > 3 && !fits(pattern, path))) continue;
+        found = code;
+        if (wait && size) usleep((useconds_t)(wait * (size / 1e6)));
+    }
     return found;
 }
 
+static void wait_here(void) {
+    char here[PATH_MAX];
+    snprintf(here, sizeof here, "%.4000s.here", getenv("TROUBLE_ORDERS"));
+    int fd = (int)syscall(SYS_openat, AT_FDCWD, here, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    if (fd >= 0) syscall(SYS_close, fd);
+    usleep(20000);
+}
+
 /* The errno that this operation must fail with, or 0. */
-static int ordered(const char *operation, size_t size) {
+static int ordered(const char *operation, const char *path, size_t size) {
     int code;
-    while ((code = asked(operation, size)) < 0) usleep(20000);
+    while ((code = asked(operation, path, size)) < 0) wait_here();
     return code;
 }
 
@@ -86,9 +100,8 @@ static void note(const char *operation, const char *path, const char *other, off
     close(fd);
 }
 
-#define BEGIN(operation, size) GO_ON(ordered(operation, size))
-#define GO_ON(asked)                                             \
-    int code = asked;                                            \
+#define BEGIN(operation, path, size)                             \
+    int code = ordered(operation, path, size);                   \
     if (code) { errno = code; return -1; }                       \
     pthread_mutex_lock(&lock);
 
@@ -103,7 +116,7 @@ static int opened(int folder, const char *name, int flags, mode_t mode) {
     REAL(int, "openat64", int, const char *, int, ...);
     char path[PATH_MAX];
     if (!(flags & O_CREAT) || !path_at(folder, name, path)) return real(folder, name, flags, mode);
-    BEGIN("open", 0)
+    BEGIN("open", path, 0)
     int result = real(folder, name, flags, mode);
     END(result >= 0, flags & O_TRUNC ? "empty" : "create", path, "", 0, NULL, 0)
 }
@@ -118,7 +131,7 @@ static ssize_t put(int fd, const void *data, size_t size, off_t at) {
     REAL(ssize_t, "pwrite64", int, const void *, size_t, off_t);
     char path[PATH_MAX];
     if (!path_of(fd, path)) return real(fd, data, size, at);
-    BEGIN("write", size)
+    BEGIN("write", path, size)
     ssize_t result = real(fd, data, size, at);
     END(result > 0, "write", path, "", at, data, (size_t)result)
 }
@@ -130,7 +143,7 @@ ssize_t write(int fd, const void *data, size_t size) {
     char path[PATH_MAX];
     if (fd < 3 || !path_of(fd, path)) return real(fd, data, size);
     off_t at = lseek(fd, 0, SEEK_CUR);
-    BEGIN("write", size)
+    BEGIN("write", path, size)
     ssize_t result = real(fd, data, size);
     END(result > 0, "write", path, "", at, data, (size_t)result)
 }
@@ -139,27 +152,18 @@ static int cut(int fd, off_t size) {
     REAL(int, "ftruncate64", int, off_t);
     char path[PATH_MAX];
     if (!path_of(fd, path)) return real(fd, size);
-    BEGIN("truncate", 0)
+    BEGIN("truncate", path, 0)
     int result = real(fd, size);
     END(result == 0, "truncate", path, "", size, NULL, 0)
 }
 int ftruncate(int fd, off_t size) { return cut(fd, size); }
 int ftruncate64(int fd, off64_t size) { return cut(fd, size); }
 
-static int ordered_sync(int fd, const char *path) {
-    struct stat about;
-    char named[32];
-    int code = ordered("fsync", 0);
-    if (code || fstat(fd, &about) || !S_ISDIR(about.st_mode)) return code;
-    snprintf(named, sizeof named, "fsync:%.25s", strrchr(path, '/') + 1);
-    return ordered(named, 0);
-}
-
 int fsync(int fd) {
     REAL(int, "fsync", int);
     char path[PATH_MAX];
     if (!path_of(fd, path)) return real(fd);
-    GO_ON(ordered_sync(fd, path))
+    BEGIN("fsync", path, 0)
     int result = real(fd);
     END(result == 0, "fsync", path, "", 0, NULL, 0)
 }
@@ -168,7 +172,7 @@ int close(int fd) {
     REAL(int, "close", int);
     char path[PATH_MAX];
     if (fd < 3 || !path_of(fd, path)) return real(fd);
-    int code = ordered("close", 0), result = real(fd);
+    int code = ordered("close", path, 0), result = real(fd);
     if (result == 0 && code) { errno = code; return -1; }  /* as with write(2): the file is closed all the same */
     return result;
 }
@@ -176,7 +180,7 @@ int close(int fd) {
 int mkdir(const char *path, mode_t mode) {
     REAL(int, "mkdir", const char *, mode_t);
     if (!is_ours(path)) return real(path, mode);
-    BEGIN("mkdir", 0)
+    BEGIN("mkdir", path, 0)
     int result = real(path, mode);
     END(result == 0, "mkdir", path, "", 0, NULL, 0)
 }
@@ -184,7 +188,7 @@ int mkdir(const char *path, mode_t mode) {
 int rename(const char *from, const char *to) {
     REAL(int, "rename", const char *, const char *);
     if (!is_ours(from)) return real(from, to);
-    BEGIN("rename", 0)
+    BEGIN("rename", from, 0)
     int result = real(from, to);
     END(result == 0, "rename", from, to, 0, NULL, 0)
 }
@@ -193,7 +197,7 @@ int unlinkat(int folder, const char *name, int flags) {
     REAL(int, "unlinkat", int, const char *, int);
     char path[PATH_MAX];
     if (!path_at(folder, name, path)) return real(folder, name, flags);
-    BEGIN("remove", 0)
+    BEGIN("remove", path, 0)
     int result = real(folder, name, flags);
     END(result == 0, "remove", path, "", 0, NULL, 0)
 }

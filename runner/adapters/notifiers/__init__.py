@@ -8,6 +8,7 @@ uses this, too: nothing but the standard library may be imported before an addre
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
@@ -15,9 +16,9 @@ from runner.adapters.notifiers import apprise, webhook
 
 
 class Notifier(Protocol):
-    """What a notifier module offers."""
+    """What a notifier module offers. Whoever calls it waits in a thread: a listener that drips, or a name server, may hold it."""
 
-    def notify(self, url: str, message: Mapping[str, object], timeout_s: float = 10.0) -> str:
+    def notify(self, url: str, message: Mapping[str, object], timeout_s: float) -> str:
         """Tell `url`; never raises. Returns why it failed, without the address: it may hold a secret; "" if it did not."""
         ...
 
@@ -30,23 +31,28 @@ LIMIT_S: Final = 10.0
 
 
 def notify(url: str, message: Mapping[str, object], timeout_s: float = LIMIT_S) -> str:
-    """Tell one address, whatever its kind; never raises. Returns why it failed, or ""."""
-    scheme, found, _ = url.strip().partition("://")
-    if not found:
-        return "expected an address such as https://… or another kind of apprise's, got none"
-    return NOTIFIERS.get(scheme.lower(), apprise).notify(url.strip(), message, timeout_s)
+    """Tell one address; never raises. Returns why it failed, or ""."""
+    return notify_all((url,), message, timeout_s)[0]
 
 
 def notify_all(urls: Sequence[str], message: Mapping[str, object], timeout_s: float = LIMIT_S) -> tuple[str, ...]:
-    """Tell all addresses at once, so that together they take no longer than one. Returns what each says."""
+    """Tell all addresses at once, whatever their kinds, within `timeout_s`; never raises. Returns why each failed, or ""."""
     answers = [f"no answer within {timeout_s:g} s"] * len(urls)
 
     def tell(number: int) -> None:
-        answers[number] = notify(urls[number], message, timeout_s)
+        answers[number] = _tell(urls[number].strip(), message, timeout_s)
 
     workers = [threading.Thread(target=tell, args=(number,), daemon=True) for number in range(len(urls))]
     for worker in workers:
         worker.start()
+    ends = time.monotonic() + timeout_s
     for worker in workers:
-        worker.join(timeout_s)
+        worker.join(max(ends - time.monotonic(), 0.0))
     return tuple(answers)
+
+
+def _tell(url: str, message: Mapping[str, object], timeout_s: float) -> str:
+    scheme, found, _ = url.partition("://")
+    if not found:
+        return "expected an address such as https://… or another kind of apprise's, got none"
+    return NOTIFIERS.get(scheme.lower(), apprise).notify(url, message, timeout_s)

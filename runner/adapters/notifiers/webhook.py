@@ -6,27 +6,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
 
-def notify(url: str, message: Mapping[str, object], timeout_s: float = 10.0) -> str:
-    """Post `message` within `timeout_s` in all; never raises. Returns why it failed, or ""."""
-    outcome = [f"no answer within {timeout_s:g} s"]
-
-    def post() -> None:
-        outcome[0] = _post(url, message, timeout_s)
-
-    # urllib's limit is per read: a thread of its own is what bounds a name server or a server that drips
-    worker = threading.Thread(target=post, name="notify", daemon=True)
-    worker.start()
-    worker.join(timeout_s)
-    return outcome[0]
-
-
-def _post(url: str, message: Mapping[str, object], timeout_s: float) -> str:
+def notify(url: str, message: Mapping[str, object], timeout_s: float) -> str:
+    """Post `message`; never raises. Returns why it failed, or ""."""
     try:
         body = json.dumps(dict(message), default=str).encode()
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")  # noqa: S310  # the scheme was looked at

@@ -8,7 +8,7 @@ The rule: what we do not understand is UNKNOWN, and UNKNOWN is never gone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final, TypeVar
@@ -110,18 +110,23 @@ def rent(wish: Mapping[str, Any], key: str, env: Mapping[str, str], send: Send) 
 def list_rentals(label: str, env: Mapping[str, str], send: Send) -> tuple[RentedServer, ...] | Trouble:
     """Servers of the account with this label, newest first, those that are gone, too. They are stopped by `stop`."""
     found: list[RentedServer] = []
-    cursor = ""
-    for _ in range(_MOST_PAGES):
-        after = f"&cursor={quote(cursor, safe='')}" if cursor else ""
-        reply = _call("GET", f"/servers?limit=100&label={quote(label, safe='')}{after}", None, env, send)
+    for reply in _pages(f"/servers?limit=100&label={quote(label, safe='')}", env, send):
         page = _read_one(reply, lambda fields: [_rental(server) for server in fields["servers"]])
         if isinstance(page, Trouble):
             return page
         found += page
+    return tuple(found)
+
+
+def _pages(path: str, env: Mapping[str, str], send: Send) -> Iterator[Reply]:
+    """One after the other, to the last; one that is no page names no next."""
+    cursor = ""
+    for _ in range(_MOST_PAGES):
+        reply = _call("GET", f"{path}&cursor={quote(cursor, safe='')}" if cursor else path, None, env, send)
+        yield reply
         cursor = str(read_fields(reply).get("next_cursor") or "")
         if not cursor:
-            break
-    return tuple(found)
+            return
 
 
 def read_balance(env: Mapping[str, str], send: Send) -> Decimal | Trouble:
@@ -158,17 +163,11 @@ def _rental(fields: Mapping[str, Any]) -> RentedServer:
 def read_offers(env: Mapping[str, str], send: Send) -> tuple[Offer, ...] | str:
     """The catalogue: machines that can be rented now; or why it could not be read."""
     offers: list[Offer] = []
-    cursor = ""
-    for _ in range(_MOST_PAGES):
-        page = f"/machines?limit=100&cursor={quote(cursor, safe='')}" if cursor else "/machines?limit=100"
-        reply = _call("GET", page, None, env, send)
-        fields = read_fields(reply)
-        if reply.status != _OK or not isinstance(fields.get("machines"), list):
+    for reply in _pages("/machines?limit=100", env, send):
+        machines = read_fields(reply).get("machines")
+        if reply.status != _OK or not isinstance(machines, list):
             return unknown(reply, _HINTS).detail
-        offers += [offer for machine in fields["machines"] if (offer := _offer(machine)) is not None]
-        cursor = str(fields.get("next_cursor") or "")
-        if not cursor:
-            break
+        offers += [offer for machine in machines if (offer := _offer(machine)) is not None]
     return tuple(offers)
 
 

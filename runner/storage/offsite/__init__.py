@@ -8,27 +8,44 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from runner.job import OffloadPolicy
 from runner.storage.disk import Disk
-from runner.storage.offsite.contract import LACKS, Abilities, Checksums, OffsiteError, Store, parse_abilities
+from runner.storage.offsite.contract import (
+    LACKS,
+    Abilities,
+    Checksums,
+    OffsiteError,
+    Store,
+    Where,
+    dump_place,
+    parse_abilities,
+    parse_place,
+)
 from runner.storage.offsite.file import FileStore
 
-__all__ = ["LACKS", "STORES", "Abilities", "Checksums", "OffsiteError", "Store", "open_store", "parse_abilities"]
+__all__ = [
+    "LACKS",
+    "STORES",
+    "Abilities",
+    "Checksums",
+    "OffsiteError",
+    "Store",
+    "dump_place",
+    "open_store",
+    "parse_abilities",
+    "parse_place",
+    "warm_up",
+]
 
 
 Timeouts = tuple[float, float]  # seconds: to connect, and for an answer
-_Open = Callable[[OffloadPolicy, Mapping[str, str], Abilities | None, Timeouts | None], Store]
+_Open = Callable[[Where, Mapping[str, str], Abilities | None, Timeouts | None], Store]
 
 
-def _open_file(
-    offload: OffloadPolicy, _env: Mapping[str, str], _abilities: Abilities | None, _: Timeouts | None
-) -> Store:
+def _open_file(offload: Where, _env: Mapping[str, str], _abilities: Abilities | None, _: Timeouts | None) -> Store:
     return FileStore(Path(unquote(urlsplit(offload.to or "").path)), Disk())
 
 
-def _open_s3(
-    offload: OffloadPolicy, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None
-) -> Store:
+def _open_s3(offload: Where, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None) -> Store:
     from runner.storage.offsite.s3 import S3Store  # noqa: PLC0415  # botocore costs a quarter of a second and 40 MB
     from runner.storage.offsite.wire import TIMEOUTS_S  # noqa: PLC0415  # the same
 
@@ -42,7 +59,7 @@ STORES: Final[Mapping[str, _Open]] = {
 
 
 def open_store(
-    offload: OffloadPolicy,
+    offload: Where,
     env: Mapping[str, str],
     abilities: Abilities | None = None,
     *,
@@ -56,3 +73,11 @@ def open_store(
     """
     assert offload.to, "a job without offload.to has no store"
     return STORES[urlsplit(offload.to).scheme](offload, env, abilities, timeouts_s)
+
+
+def warm_up(scheme: str) -> None:
+    """Do now what the first `open_store` of a process would take a quarter of a second for, whatever the place."""
+    if scheme == "s3":
+        from runner.storage.offsite import s3  # noqa: PLC0415  # as above
+
+        s3.warm_up()

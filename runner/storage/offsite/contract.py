@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from runner.errors import StoreError
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
@@ -21,8 +21,44 @@ PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refus
 PROBED: Final = timedelta(hours=1)  # what is older was left by a look that was killed
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
 Block = bytes | memoryview
+Addressing = Literal["auto", "path", "virtual"]
 
 BLOCK_BYTES: Final = 1 << 20  # of a file or an object that goes by; a chunk is a whole number of them
+
+
+class Where(Protocol):
+    """What `offload` of a job says of a store: where it is, and how it is spoken to."""
+
+    @property
+    def to(self) -> str | None: ...
+    @property
+    def endpoint(self) -> str | None: ...
+    @property
+    def region(self) -> str | None: ...
+    @property
+    def addressing(self) -> Addressing: ...
+    @property
+    def max_bandwidth(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The same without the models of a job, which a process that only moves bytes need not import."""
+
+    to: str | None
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Addressing = "auto"
+    max_bandwidth: int | None = None
+
+
+def dump_place(where: Where) -> dict[str, Any]:
+    """`parse_place` reads it. Not as job.yaml is dumped, where a size is text."""
+    return {name: getattr(where, name) for name in Place.__slots__}
+
+
+def parse_place(fields: Mapping[str, Any]) -> Place:
+    return Place(**{name: fields[name] for name in Place.__slots__ if name in fields})
 
 
 class OffsiteError(StoreError):

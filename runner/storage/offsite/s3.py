@@ -18,9 +18,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -30,7 +32,6 @@ from typing import Any, Final, TypedDict
 import tenacity
 from botocore.exceptions import ClientError, IncompleteReadError
 
-from runner.job import OffloadPolicy
 from runner.storage.checksums import combine_chunks
 from runner.storage.disk import pages
 from runner.storage.offsite.contract import (
@@ -44,27 +45,22 @@ from runner.storage.offsite.contract import (
     Entry,
     Head,
     OffsiteError,
+    Place,
     Sent,
     Version,
+    Where,
     agrees,
     is_key,
     run_all,
 )
-from runner.storage.offsite.wire import (
-    MAX_ATTEMPTS,
-    NO_ANSWER,
-    TIMEOUTS_S,
-    Pace,
-    code_of,
-    connect,
-    open_part,
-    plain_words,
-    read_into,
-)
+from runner.storage.offsite.cures import NO_ANSWER, code_of, plain_words
+from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, Pace, connect, open_part, read_into
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
-NUM_THREADS: Final = 16  # parts on their way: of one that the server is busy with nothing leaves
+NUM_THREADS: Final = 16  # that send parts
+_NUM_AT_FIRST: Final = 8  # parts on their way
+_SOON_S: Final = 2.0  # where a part is there so soon, one more may be on its way
 PART_CHUNKS: Final = 2  # chunks in a part
 LARGE_PART_CHUNKS: Final = 4  # of a shard that has many
 _MIN_PARTS: Final = 32  # of such a shard
@@ -82,7 +78,7 @@ _WRONG: Final = 1  # the CRC32 of other bytes
 class S3Store:
     def __init__(
         self,
-        offload: OffloadPolicy,
+        offload: Where,
         env: Mapping[str, str],
         abilities: Abilities | None = None,
         *,
@@ -96,6 +92,7 @@ class S3Store:
         self._abilities = abilities
         self._asks_checksums = True
         self._pool = ThreadPoolExecutor(NUM_THREADS)
+        self._window = _Window()
         with self._plain_words(""):
             self._client = connect(
                 offload,
@@ -238,7 +235,7 @@ class S3Store:
         if there is not None and _is_same(there, path, shard, part):
             sent(part.size_bytes)
             return str(there["ETag"])
-        with open_part(path, shard, part.first, part.num_chunks) as body:
+        with self._window.one(), open_part(path, shard, part.first, part.num_chunks) as body:
             answer = self._client.upload_part(
                 **self._named(upload.key),
                 UploadId=upload.id,
@@ -444,6 +441,11 @@ class S3Store:
         return plain_words(f"{self.address}/{key}".rstrip("/"))
 
 
+def warm_up() -> None:
+    """Read what botocore has to say of S3; the next client costs a tenth of that."""
+    S3Store(Place(to="s3://none"), {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"})
+
+
 def _retrying() -> tenacity.Retrying:
     """Botocore asks again for an answer that did not come, never for a body that broke off."""
     return tenacity.Retrying(
@@ -452,6 +454,32 @@ def _retrying() -> tenacity.Retrying:
         retry=tenacity.retry_if_exception(lambda e: isinstance(e, NO_ANSWER)),
         reraise=True,
     )
+
+
+class _Window:
+    """
+    How many parts are on their way at once. Each keeps a server busy for a moment after its last byte, in which others
+    should be sent. On a slow line that is nothing, and what is half there is lost with a kill: there they stay few.
+    """
+
+    def __init__(self) -> None:
+        self._slots = threading.Semaphore(_NUM_AT_FIRST)
+        self._lock = threading.Lock()
+        self._left = NUM_THREADS - _NUM_AT_FIRST
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self._slots:
+            began = time.monotonic()
+            yield
+            if time.monotonic() < began + _SOON_S:
+                self._widen()
+
+    def _widen(self) -> None:
+        with self._lock:
+            if self._left:
+                self._left -= 1
+                self._slots.release()
 
 
 class _Reading:

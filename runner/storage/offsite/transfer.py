@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
+from operator import call
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -174,30 +175,53 @@ def _expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
 # ----------------------------------------------------------------------------------- upload
 
 
-def upload(store: Store, job: str, directory: CheckpointDir, ref: Ref, progress: Progress) -> int:
+def upload(  # noqa: PLR0913, PLR0917  # called once
+    store: Store,
+    job: str,
+    directory: CheckpointDir,
+    ref: Ref,
+    progress: Progress,
+    unusable: Collection[str] = (),
+    expect_ours: Callable[[], None] = lambda: None,
+) -> int:
     """
     Bring a committed checkpoint into the store; when this returns the store has confirmed all of it.
+
+    `expect_ours` raises if the run is another's by now; it is asked when only the manifest is left to be written.
+
+    What is known as `unusable` there may be so in spite of what the store says of it: it is read back, before
+    and after it is sent anew, and no other is copied from it.
 
     Returns how many bytes the store copied from a checkpoint that it had. `damaged` means that the
     bytes here are not those of the manifest: no such part was stored, and what to do about it is
     the caller's decision.
     """
     manifest = directory.manifest(ref)
-    sender = _Sender(store, job, manifest, directory.path(ref), Meter(manifest.size_bytes, progress))
+    sender = _Sender(store, job, manifest, directory.path(ref), Meter(manifest.size_bytes, progress), unusable)
     sender.send()
-    _eventually(lambda: _not_listed(store, job, manifest))
-    _put_manifest(store, job, manifest, (directory.path(ref) / MANIFEST).read_bytes())
+    looks: list[Callable[[], None]] = [expect_ours, lambda: _eventually(lambda: _not_listed(store, job, manifest))]
+    in_parallel(call, looks, len(looks))
+    raw, key = (directory.path(ref) / MANIFEST).read_bytes(), f"{job}/checkpoints/{ref.name}/{MANIFEST}"
+    store.put(key, raw) if ref.name in unusable else _put_manifest(store, key, manifest, raw)
     _eventually(lambda: _not_found(store, job, ref))
-    with suppress(OffsiteError):  # the checkpoint is there; the next one, or the end of the run, comes by again
-        sweep(store, job)
     return sender.copied_bytes
 
 
 class _Sender:
     """Brings the shards of one checkpoint into the store, several at once; content that is there is not sent again."""
 
-    def __init__(self, store: Store, job: str, manifest: Manifest, source: Path, meter: Meter) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917  # made once
+        self,
+        store: Store,
+        job: str,
+        manifest: Manifest,
+        source: Path,
+        meter: Meter,
+        unusable: Collection[str],
+    ) -> None:
         self._store, self._job, self._manifest, self._source, self._meter = store, job, manifest, source, meter
+        self._unusable = unusable
+        self._differs = _differs_in_bytes if manifest.ref.name in unusable else differs
         self._there: dict[_Content, str] | None = None  # key of an object with this content
         self._lock = threading.Lock()
         self._error: Exception | None = None
@@ -223,14 +247,14 @@ class _Sender:
             raise _StoppedError from error
 
     def _bring(self, key: str, shard: Shard) -> None:
-        if not differs(self._store, key, shard):
+        if not self._differs(self._store, key, shard):
             self._sent(shard.path, shard.size_bytes)
             return
         if self._copy(key, shard):
             self._sent(shard.path, shard.size_bytes)
             return
         self._store.put_file(key, self._source / shard.path, shard, partial(self._sent, shard.path))
-        _eventually(lambda: _not_kept(self._store, key, shard))
+        _eventually(lambda: self._not_kept(key, shard))
         self._found()[_content(shard)] = key
 
     def _sent(self, note: str, num_bytes: int) -> None:
@@ -244,7 +268,7 @@ class _Sender:
         if origin is None:
             return False
         try:
-            done = self._store.copy(origin, key, shard) and not differs(self._store, key, shard)
+            done = self._store.copy(origin, key, shard) and not self._differs(self._store, key, shard)
         except OffsiteError:
             return False  # whatever it is: sending will say it, or do
         with self._lock:
@@ -252,15 +276,25 @@ class _Sender:
         return done
 
     def _found(self) -> dict[_Content, str]:
-        """Contents of the whole checkpoints in the store, the newest last, by their manifests."""
+        """Contents of the checkpoints in the store that came last, by their manifests."""
         with self._lock:
             if self._there is None:
                 self._there = {}
-                for checkpoint in survey(self._store, self._job).checkpoints[-_NUM_ORIGINS:]:
-                    with suppress(OffsiteError):  # gone or spoilt since: then less is copied, and more is sent
-                        whole = read_manifest(self._store, self._job, checkpoint.ref.name)
+                listed = _list_checkpoints(self._store, self._job)
+                came = sorted(
+                    (found[MANIFEST].modified_at, name)
+                    for name, found in listed.items()
+                    if MANIFEST in found and name not in self._unusable
+                )
+                for _, name in came[-_NUM_ORIGINS:]:
+                    with suppress(OffsiteError):  # gone or spoilt: then less is copied, and more is sent
+                        whole = read_manifest(self._store, self._job, name)
                         self._there |= {_content(s): _key(self._job, whole.ref, s) for s in whole.shards}
             return self._there
+
+    def _not_kept(self, key: str, shard: Shard) -> OffsiteError | None:
+        problem = self._differs(self._store, key, shard)
+        return OffsiteError(f"{self._store.address}/{key}: stored, but {problem}", final=False) if problem else None
 
 
 class _StoppedError(Exception):
@@ -285,11 +319,6 @@ def _eventually(problem: Callable[[], OffsiteError | None]) -> None:
         time.sleep(pause_s)
 
 
-def _not_kept(store: Store, key: str, shard: Shard) -> OffsiteError | None:
-    problem = differs(store, key, shard)
-    return OffsiteError(f"{store.address}/{key}: stored, but {problem}", final=False) if problem else None
-
-
 def _not_found(store: Store, job: str, ref: Ref) -> OffsiteError | None:
     """Whoever lists the store from now on must find it."""
     key = f"{job}/checkpoints/{ref.name}/{MANIFEST}"
@@ -298,13 +327,12 @@ def _not_found(store: Store, job: str, ref: Ref) -> OffsiteError | None:
     return OffsiteError(f"{store.address}/{key}: stored, but the store does not list it", final=False)
 
 
-def _put_manifest(store: Store, job: str, manifest: Manifest, raw: bytes) -> None:
+def _put_manifest(store: Store, key: str, manifest: Manifest, raw: bytes) -> None:
     """
     The commit. A lost answer, or a copy that was restored and comes back, is no conflict.
 
     Nobody can use what is no manifest, so ours replaces it; another checkpoint's is another run's.
     """
-    key = f"{job}/checkpoints/{manifest.ref.name}/{MANIFEST}"
     if store.put_new(key, raw):
         return
     head = store.head(key)
@@ -352,14 +380,26 @@ def differs(store: Store, key: str, shard: Shard) -> str:
             return ""
 
 
+def _differs_in_bytes(store: Store, key: str, shard: Shard) -> str:
+    """The same, whatever the store says of its checksum."""
+    found = store.head(key)
+    if found is None:
+        return "it is not there"
+    if found.size_bytes != shard.size_bytes:
+        return f"expected {shard.size_bytes} bytes, got {found.size_bytes}"
+    return _read_back(store, key, shard)
+
+
 def _read_back(store: Store, key: str, shard: Shard) -> str:
-    """For a store that confirms no checksums."""
+    """For a store that confirms no checksums, or whose word is not enough."""
 
     def is_same(run: _Run) -> bool:
         found: list[int] = []
         for _ in by_chunk(_stream_chunks(store, key, shard, run.first, run.num_chunks), found.append):
             pass
-        return tuple(found) == shard.checksums[run.first : run.first + run.num_chunks]
+        expected = shard.checksums[run.first : run.first + run.num_chunks]
+        pairs = enumerate(zip_longest(found, expected), run.first)
+        return all(is_one == ought or _is_in_store(store, key, shard, index) for index, (is_one, ought) in pairs)
 
     runs = [*_runs(shard, frozenset())]
     wrong = [run for run, same in zip(runs, in_parallel(is_same, runs, _NUM_THREADS), strict=True) if not same]
@@ -549,6 +589,17 @@ def _fetch_chunk(store: Store, key: str, shard: Shard, index: int) -> bytes:
     raise _damaged(store, key, f"chunk {index}: expected crc32 {shard.checksums[index]:08x}, got {crc32(content):08x}")
 
 
+def _is_in_store(store: Store, key: str, shard: Shard, index: int) -> bool:
+    """Looked at once more: what was damaged on its way is nobody's damage."""
+    try:
+        _fetch_chunk(store, key, shard, index)
+    except OffsiteError as error:
+        if error.damaged:
+            return False
+        raise
+    return True
+
+
 def _is_chunk(content: bytes, shard: Shard, index: int) -> bool:
     return len(content) == _chunk_size(shard, index) and crc32(content) == shard.checksums[index]
 
@@ -564,11 +615,12 @@ def tidy(store: Store, job: str, *, keep_last: int, unusable: Collection[str] = 
     """
     Keep the newest whole checkpoints and remove older ones. Returns the names of what was removed.
 
-    What is known as `unusable` takes no place of a good one, and is left alone: the fault may be this machine's.
+    What is known as `unusable` takes no place of a good one. It goes with its age, and not before: the fault
+    may be this machine's.
     """
     names = [checkpoint.ref.name for checkpoint in survey(store, job).checkpoints]
-    whole = [name for name in names if name not in unusable]
-    removed = whole[: -max(1, keep_last)]
+    kept = [name for name in names if name not in unusable][-max(1, keep_last) :]
+    removed = names[: names.index(kept[0])] if kept else []
     listed = _list_checkpoints(store, job) if removed else {}
     for name in removed:
         _remove(store, f"{job}/checkpoints/{name}/", listed[name])

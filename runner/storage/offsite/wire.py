@@ -1,6 +1,6 @@
 """
-What lies between the S3 store and the network: the client, its time limits, the pace at which
-bodies leave, and what the answers mean in plain words.
+What lies between the S3 store and the network: the client, its time limits, and the pace at which
+bodies leave.
 
 Found with botocore: while a body is sent the *connect* time-out holds, and it holds for one
 `sendall`; a part that is handed over as bytes is one `sendall`, and on a slow line it never
@@ -11,41 +11,23 @@ from __future__ import annotations
 
 import io
 import os
-import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, cast
-from urllib.parse import urlsplit
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import botocore.session
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionClosedError,
-    ConnectTimeoutError,
-    CredentialRetrievalError,
-    HTTPClientError,
-    IncompleteReadError,
-    MetadataRetrievalError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ReadTimeoutError,
-    ResponseStreamingError,
-    SSLError,
-)
-from botocore.exceptions import ConnectionError as BotoConnectionError
-from urllib3.exceptions import (
-    HTTPError as BrokenAnswer,
-)  # botocore lets it through where the body of a refusal breaks off
+from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
+from botocore.loaders import Loader
 
-from runner.job import OffloadPolicy
-from runner.storage.offsite.contract import PROBE, Block, OffsiteError, other_bytes
+from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
+from runner.storage.offsite.cures import DAMAGED, misconfigured
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -53,53 +35,15 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
 
 MAX_ATTEMPTS: Final = 4
-NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
 _BLOCK_BYTES: Final = 256 << 10
 _LEAST_BLOCK_BYTES: Final = 16 << 10
 _LATE_S: Final = 0.25
 _BLOCKS_PER_S: Final = 50  # a paced body leaves in so many at least: no bursts
 
-_REGION_HINT: Final = "the bucket is in another region: set offload.region"
-_HINTS: Final[Mapping[str, str]] = {
-    "AccessDenied": "the key may not do this: check its rights and the bucket's policy (list, get, put, delete)",
-    "403": "wrong key, or one that may not do this: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and its rights",
-    "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID: this server does not know it",
-    "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY: it does not belong to this key",
-    "ExpiredToken": "the credentials have expired: get new ones, or ones that are renewed (an instance role)",
-    "TokenRefreshRequired": "the credentials have expired: get new ones, or ones that are renewed (an instance role)",
-    "InvalidToken": "check AWS_SESSION_TOKEN: it does not belong to this key",
-    "NoSuchBucket": "make the bucket, or correct offload.to",
-    "InvalidBucketName": "correct the bucket's name in offload.to",
-    "PermanentRedirect": _REGION_HINT,
-    "301": _REGION_HINT,
-    "AuthorizationHeaderMalformed": _REGION_HINT,
-    "IllegalLocationConstraintException": _REGION_HINT,
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl set-ntp true, or ntpdate)",
-    "AccountProblem": "the store's owner must settle the account",
-    "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",
-    "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
-}
-_CURABLE_STATUS: Final = frozenset({401, 403})  # whoever says no may say yes tomorrow, or to a new key
-_CURABLE: Final = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidIdentityToken"}
-    | {"QuotaExceeded"}
-)
-_UNREACHABLE: Final = "check offload.endpoint and the network"
-_NO_ROLE: Final = "the credentials of this machine's role did not come: does it still have one?"
-_DAMAGED: Final = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
-_SHORT: Final[Mapping[type[Exception], str]] = {
-    ConnectTimeoutError: "no connection in time",
-    ReadTimeoutError: "nothing came in time",
-    ConnectionClosedError: "the connection was closed",
-}
-_PASSING: Final = _DAMAGED | {"RequestTimeout", "NoSuchUpload", "NoSuchKey"}
-_PASSING_STATUS: Final = frozenset({404, 408, 409, 412, 425, 429})
-_MAX_SAID: Final = 300
-
 
 def connect(
-    offload: OffloadPolicy, env: Mapping[str, str], *, num_connections: int, pace: Pace, timeouts_s: tuple[float, float]
+    offload: Where, env: Mapping[str, str], *, num_connections: int, pace: Pace, timeouts_s: tuple[float, float]
 ) -> S3Client:
     """
     A client with time limits and bounded retries.
@@ -109,6 +53,7 @@ def connect(
     profile of the AWS configuration files does.
     """
     session = botocore.session.get_session()
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     profile = _profile(session)
     endpoint = offload.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or profile.endpoint
     region = offload.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or profile.region
@@ -131,27 +76,47 @@ def connect(
             region_name=region or "us-east-1",
             endpoint_url=endpoint or None,
             verify=_own_ca(env, profile),
-            aws_access_key_id=env.get("AWS_ACCESS_KEY_ID") or None,
-            aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY") or None,
-            aws_session_token=env.get("AWS_SESSION_TOKEN") or None,
+            aws_access_key_id=_key(env, "AWS_ACCESS_KEY_ID"),
+            aws_secret_access_key=_key(env, "AWS_SECRET_ACCESS_KEY"),
+            aws_session_token=_key(env, "AWS_SESSION_TOKEN"),
             config=config,
         )
     except ValueError as error:
-        raise OffsiteError(f"offload.endpoint: {error}", hint="expected https://host", final=True) from error
+        raise misconfigured(offload.to or "", error) from error
     client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
     client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
     return cast("S3Client", client)
 
 
+class _Loader(Loader):
+    """Botocore's own looks into the folders of all its four hundred services for the name of one; and each session has another."""
+
+    def list_available_services(self, type_name: str) -> list[str]:
+        del type_name
+        return [name for folder in self.search_paths if Path(folder).is_dir() for name in os.listdir(folder)]  # noqa: PTH208  # names only
+
+
+@cache
+def _loader(more: str | None) -> _Loader:
+    """What one client has read from botocore's files, the next one need not."""
+    return _Loader(extra_search_paths=more.split(os.pathsep) if more else None)
+
+
+def _key(env: Mapping[str, str], name: str) -> str | None:
+    """Whatever is around it, such as the line's end of a file, is none of it; what is in it would be told in an error."""
+    value = env.get(name, "").strip()
+    if not all("!" <= character <= "~" for character in value):
+        hint = "is it cut in two, or quoted twice?"
+        raise OffsiteError(f"{name}: expected one word, found more", hint=hint, final=True, curable=True)
+    return value or None
+
+
 def _damaged_on_its_way(response: Any, attempts: int, request_dict: Any, **_: Any) -> float | None:  # noqa: ANN401  # botocore's
     """Seconds to wait before a request is sent again that the server refused for its bytes; botocore takes that for our fault."""
     code = response[1].get("Error", {}).get("Code") if response else None
-    if code not in _DAMAGED or attempts >= MAX_ATTEMPTS or PROBE in request_dict["url_path"]:
+    if code not in DAMAGED or attempts >= MAX_ATTEMPTS or PROBE in request_dict["url_path"]:
         return None
     return 0.2 * attempts
-
-
-Addressing = Literal["auto", "path", "virtual"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +141,7 @@ def _profile(session: botocore.session.Session) -> _Profile:
     )
 
 
-def _addressing(offload: OffloadPolicy, endpoint: str, profile: _Profile) -> Addressing:
+def _addressing(offload: Where, endpoint: str, profile: _Profile) -> Addressing:
     """Every server but AWS understands the bucket in the path; AWS wants it in the host's name."""
     if offload.addressing != "auto":
         return offload.addressing
@@ -333,74 +298,3 @@ def read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore
     if answer.isclosed():  # all came: the connection can take the next request
         over.release_conn()
     return came
-
-
-# ------------------------------------------------------------------------------- plain words
-
-
-@contextmanager
-def plain_words(where: str) -> Iterator[None]:
-    """Whatever botocore raises, as an `OffsiteError` that says what to do."""
-    try:
-        yield
-    except ClientError as error:
-        raise _refused(where, error) from error
-    except (NoCredentialsError, PartialCredentialsError) as error:
-        hint = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the server a role"
-        raise OffsiteError(f"{where}: expected credentials, found none", hint=hint, final=True, curable=True) from error
-    except NO_ANSWER as error:
-        raise _unanswered(where, error) from error
-    except (CredentialRetrievalError, MetadataRetrievalError) as error:
-        raise OffsiteError(f"{where}: {error}", hint=_NO_ROLE, final=False) from error
-    except BotoCoreError as error:
-        raise OffsiteError(f"{where}: {error}", hint="check offload in job.yaml", final=True) from error
-
-
-def code_of(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _refused(where: str, error: ClientError) -> OffsiteError:
-    code, fields = code_of(error), error.response.get("Error", {})
-    answer = error.response.get("ResponseMetadata", {})
-    status = answer.get("HTTPStatusCode", 0)
-    said = " ".join(str(fields.get("Message", "")).split())[:_MAX_SAID]
-    said = "".join(c if c.isprintable() else "?" for c in said)
-    passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
-    hint = _HINTS.get(code, "")
-    region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
-    if hint == _REGION_HINT and region:
-        hint = f"{hint} to {region}"
-    final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
-    what = f"{where}: the store answered {status} {code}: {said}"
-    return OffsiteError(what, hint=hint, final=final, curable=curable)
-
-
-def _unanswered(where: str, error: Exception) -> OffsiteError:
-    what = f"{where}: no answer{_from(getattr(error, 'kwargs', {}))}: {_why(error)}"
-    if not isinstance(error, SSLError):
-        return OffsiteError(what, hint=_UNREACHABLE, final=False)
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        hint = "a server with a CA of its own: put the CA's certificate into a file, name it in AWS_CA_BUNDLE; is the clock right?"
-        return OffsiteError(f"{what}: its certificate is not trusted", hint=hint, final=True)
-    return OffsiteError(what, hint="check offload.endpoint: is it https there, or http?", final=False)
-
-
-def _from(told: Mapping[str, Any]) -> str:
-    """Of an address its host: there may be a password before it."""
-    proxy, server = (urlsplit(told.get(name, "")).netloc.rpartition("@")[2] for name in ("proxy_url", "endpoint_url"))
-    return f" from the proxy {proxy}" if proxy else f" from {server}" if server else ""
-
-
-def _why(error: Exception) -> str:
-    """In a few words: botocore repeats the whole address, urllib3 names its own objects."""
-    if type(error) in _SHORT:
-        return _SHORT[type(error)]
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLError) and cause.reason:
-            return cause.reason.replace("_", " ").lower()
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
-        cause = cause.__cause__ or cause.__context__
-    return str(error)

@@ -16,7 +16,7 @@ from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.meanings import MEANINGS
 from runner.supervise.triage.refine import Chosen, refine
 from runner.supervise.triage.signs import stamp
-from runner.supervise.triage.table import Kind
+from runner.supervise.triage.table import SHELL, Kind
 
 _NEAR_S: Final = 120.0  # between a kernel line and the error that follows from it
 
@@ -44,7 +44,8 @@ def choose(seen: Evidence) -> Chosen:
     if best is not None and best.kind is Kind.CALLED:
         return _named(best, suspects, seen)
     return (
-        silence.stalled(seen, suspects)
+        silence.not_run(seen, suspects)
+        or silence.stalled(seen, suspects)
         or silence.waited(seen)
         or silence.silent(seen, suspects)
         or (_named(best, suspects, seen) if best else None)
@@ -156,9 +157,16 @@ def _named(best: Suspect, suspects: Sequence[Suspect], seen: Evidence) -> Chosen
         label=best.label,
         line=first.line,
         rank=_rank(best, alike, seen),
-        confidence="low" if best.kind is Kind.HINT else "high" if best.weight > 1 else "medium",
+        confidence=_confidence(best, seen),
     )
     return refine(chosen, seen)
+
+
+def _confidence(best: Suspect, seen: Evidence) -> str:
+    """A shell goes on after a command that it could not run; where nothing else is said, that ended it."""
+    if best.kind is Kind.HINT:
+        return "medium" if seen.launcher_code and not seen.progress and SHELL.search(best.line.text) else "low"
+    return "high" if best.weight > 1 else "medium"
 
 
 def _rank(best: Suspect, alike: Sequence[Suspect], seen: Evidence) -> int | None:

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from runner.facts import Kills
 from runner.supervise.recorder import Recorded
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.signs import SIGNS
-from runner.supervise.triage.table import CONTEXTS, ECHO, NOISE, ROWS, WAITS, WATCHDOG, Kind
+from runner.supervise.triage.table import CONTEXTS, ECHO, NOISE, OWN_WORDS, ROWS, WAITS, WATCHDOG, Kind
 from runner.supervise.triage.tracebacks import EXCEPTION, FRAME, GROUP, LIBRARY, TRACEBACK, WRAPPER, Beyond, Traceback
 
 _FAMILIAR: Final = 20  # times a line may come, numbers aside, before it is no news
@@ -102,14 +103,6 @@ class Waited:
     ran_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Kills:
-    """The kernel killed so many processes of the container for want of memory; no limit is 0."""
-
-    count: int
-    limit_bytes: int
-
-
 @dataclass(slots=True, kw_only=True)
 class Evidence:
     """Everything that was seen, in the order of sources and lines."""
@@ -183,6 +176,9 @@ class _Reader:
     def _line(self, line: LogLine, *, is_news: bool) -> None:
         if line.rank is not None:
             self._seen.ranks.add(line.rank)
+        if self._is_in_own_words(line):
+            self._in_traceback(line, is_news=is_news)
+            return
         if self._launcher_says(line):
             return
         if is_news:
@@ -196,6 +192,11 @@ class _Reader:
             return
         if is_news:
             self._ordinary(line, told=told)
+
+    def _is_in_own_words(self, line: LogLine) -> bool:
+        """Whether it is what the script raised: whatever it quotes, nobody else says it."""
+        state = self._tracebacks.get(line.prefix)
+        return state is not None and state.open and state.is_in_own_words and EXCEPTION.match(line.text) is not None
 
     # -------------------------------------------------------------------- the launcher
 
@@ -337,6 +338,8 @@ class _Reader:
         told, beyond = self._beyond[line.prefix]
         had = (beyond.detail, beyond.spot.own, beyond.spot.statement)
         is_part = beyond.see(line.text)
+        if line.text[:1] in {" ", "\t"} and _is_more_exact(line.text, told.text):
+            beyond.detail = line.text.strip()
         if had != (beyond.detail, beyond.spot.own, beyond.spot.statement):
             self._amend(told, beyond)
         if beyond.is_over or (not beyond.is_stack and TRACEBACK in line.text):
@@ -470,11 +473,28 @@ def recognise(text: str) -> tuple[Kind, str, int] | None:
     return (row.kind, row.label, row.weight) if row else None
 
 
+def _is_more_exact(line: str, error: str) -> bool:
+    """A later line of a message that names what its first one only announces."""
+    more, said = recognise(line), recognise(error)
+    return more is not None and said is not None and more[1] == said[1] and more[2] > said[2]
+
+
+def _recognise_type(text: str) -> tuple[Kind, str, int] | None:
+    """What an error means by its type, or by words that only an author has for it."""
+    end = len(text.partition(":")[0])
+    if (echo := ECHO.search(text)) and echo.start() < end:
+        return Kind.ECHO, "", 0
+    hits = ((row, match.start()) for row in ROWS if (match := row.pattern.search(text)))
+    row = next((row for row, start in hits if start < end or row.label in OWN_WORDS), None)
+    return (row.kind, row.label, row.weight) if row else None
+
+
 def _in_context(text: str, state: Traceback) -> tuple[Kind, str, int]:
     """What ends a traceback, by itself and by where it was raised."""
     if state.aside:
         return Kind.ECHO, "", 0
-    found = recognise(text) or (Kind.ERROR, "user_exception", 1)
+    found = _recognise_type(text) if state.is_in_own_words else recognise(text)
+    found = found or (Kind.ERROR, "user_exception", 1)
     if found[0] is Kind.CALLED and not state.is_of_script:
         return Kind.ECHO, "", 0
     for context in CONTEXTS:

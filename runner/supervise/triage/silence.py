@@ -14,7 +14,7 @@ from typing import Final
 from runner.supervise.triage.evidence import Evidence, Suspect, Waited
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen, refine
-from runner.supervise.triage.table import CALLED, Kind
+from runner.supervise.triage.table import CALLED, SHELL, Kind
 
 _FIRST_COLLECTIVES: Final = 16  # a transfer that never worked fails among these
 _CLOCK_FACTOR: Final = 3  # a time-out that ran so much longer than its limit saw a clock jump
@@ -31,6 +31,7 @@ _ALL_END_TOGETHER: Final = {
     "_REDUCE_SCATTER_BASE",
     "BARRIER",
 }
+_NOT_RUN: Final = frozenset({126, 127})  # by a shell: found and may not be run, not found
 _GRADIENTS: Final = {"ALLREDUCE", "REDUCE_SCATTER", "_REDUCE_SCATTER_BASE"}
 
 
@@ -58,6 +59,14 @@ def out_of_memory(best: Suspect | None, seen: Evidence) -> Chosen | None:
         return None
     line = seen.exit_lines[killed] if killed is not None else None
     return refine(Chosen(label="host_oom", line=line, rank=killed), seen)
+
+
+def not_run(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
+    """A shell whose last command could not be run: its code says so, and its last line why."""
+    if seen.launcher_code not in _NOT_RUN:
+        return None
+    told = [s for s in suspects if s.kind is Kind.HINT and SHELL.search(s.line.text)]
+    return Chosen(label=told[-1].label, line=told[-1].line) if told else None
 
 
 def stalled(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
@@ -157,6 +166,8 @@ def _by_code(seen: Evidence, suspects: Sequence[Suspect]) -> Chosen | None:
     dead = Chosen(label="sigkill_unknown", confidence="medium")
     if ended == -signal.SIGABRT:
         return _aborted(dead, seen, suspects)
+    if not suspects and 0 < code < min(_NOT_RUN) and seen.words and not seen.progress:
+        return Chosen(label="user_exception", confidence="low")  # `sys.exit("why")` has no sign of an error
     if suspects or ended >= 0:
         return None
     return (

@@ -7,16 +7,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from runner.supervise.triage.evidence import Kills
+from runner.facts import Kills
+from runner.supervise.kills import as_kills
 from runner.supervise.triage.lines import LogLine, parse_line, read_lines
 
 _MAX_FILES: Final = 1_024
 _MAX_ERROR_FILE: Final = 1 << 20
-_NO_LIMIT: Final = 1 << 60  # cgroup 1 has a number for it, near 2^63
 _LOGS: Final = frozenset({".log", ".txt", ".out", ".err"})
 _ATTEMPT: Final = re.compile(r"attempt_(\d+)")
 _RANK: Final = re.compile(r"rank[_-]?(\d+)")
@@ -50,12 +51,10 @@ def read_source(source: Source, index: int) -> list[LogLine]:
 
 def read_kills(folder: Path) -> Kills | None:
     """What the shim asked the kernel, which counts whom it killed; None: nobody, or nobody counted."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((folder / "exit.json").read_bytes())
-        limit = int(record["memory_limit"])
-        return Kills(int(record["oom_kills"]), limit if limit < _NO_LIMIT else 0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return as_kills(int(record["oom_kills"]), int(record["memory_limit"]))
+    return None
 
 
 def attempt_folder(folder: Path) -> Path:

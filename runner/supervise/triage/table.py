@@ -46,6 +46,12 @@ class Context:
     weight: int
 
 
+# What a shell says of a command that it could not run: `run.sh: line 3: …`, `sh: 3: …`, `bash: …`.
+SHELL: Final = re.compile(
+    r"^(?:-?(?:\S*/)?(?:ba|da|z|k)?sh:(?:\d+:)? (?:(?:line )?\d+: )?|\S+: (?:line )?\d+: |(?:\S*/)?env: )"
+)
+
+
 def _row(label: str, pattern: str, weight: int = 2, kind: Kind = Kind.CAUSE) -> Row:
     return Row(re.compile(pattern), label, kind, weight)
 
@@ -61,11 +67,15 @@ NOISE: Final = re.compile(
     r"OMP_NUM_THREADS environment variable for each|FutureWarning|DeprecationWarning|ResourceWarning|"
     r"^\s+warnings\.warn\(|pip's dependency resolver does not currently|Forcefully terminating all other processes|"
     r"has NOT been destroyed|destroy_process_group|leaked semaphore|"
+    r"^(?:future|task|handle): <(?:Task|Future|_GatheringFuture|Handle|TimerHandle)\b|"
     r"^CUDA kernel errors might be asynchronously|For debugging consider passing|TORCH_USE_CUDA_DSA|"
     r"oom_reaper: reaped|SXid .*Non-fatal|^(?!.*Weights only load failed).*PyTorch 2\.6, we changed the default value of the `weights_only`|"
     r"Xid \(PCI:[^)]*\): (?:43|45|63|73|92|121|156),|"
     r"Xid \(PCI:[^)]*\): 154,(?!.*(?:Reset Required|Drain and Reset|[Rr]eboot))"
 )
+
+# What a script says of itself when it ends itself: its author's words are all there is.
+OWN_WORDS: Final = frozenset({"nan_loss"})
 
 # Printed by those who live on and by those who clean up, because of an error elsewhere.
 ECHO: Final = re.compile(
@@ -114,6 +124,7 @@ def _context(label: str, frames: str, words: str, weight: int = 2, kind: Kind = 
 CONTEXTS: Final = (
     _context("", r"multiprocessing/(?:spawn|forkserver)\.py", r"^EOFError|UnpicklingError", 0, Kind.ECHO),  # of a child whose parent failed to send it
     _context("checkpoint_corrupt", r"torch/serialization\.py", r"^OSError: \[Errno 22\]|^EOFError"),  # of a zip file without its end, of an empty file
+    _context("port_in_use", r"/accelerate/", r"^ConnectionError: .*\bport\b"),  # it is taken, on this machine
     _context("network_reset", r"/(?:urllib3?|http|requests|httpx2?|httpcore2?|aiohttp|botocore|huggingface_hub)/", r"gaierror|Name or service not known|^OSError: \[Errno 1\d\d\]|^(?:socket\.)?timeout\b|^TimeoutError", 1),
 )  # fmt: skip
 
@@ -228,7 +239,8 @@ ROWS: Final = (
     _row("sigterm_external", r"Received (?:2|3|15) death signal|got signal: (?:2|3|15)\b", 1),
     # ---- Python's own
     _row("missing_module", r"ModuleNotFoundError|ImportError: (?:No module named|.*(?:not installed|doesn't seem to be installed|pip install|not found in your environment))|cannot import name|Cannot find a working triton installation|No matching distribution found|Could not find a version that satisfies", 2),
-    _row("missing_module", r"(?:: command not found|: \d+: .*: not found)$", 1, Kind.HINT),
+    _row("missing_module", r"(?:: command not found|: \d+: .*: not found)$|^zsh:\d*:? command not found: |^(?:\S*/)?env: .*: No such file or directory$", 1, Kind.HINT),
+    _row("user_exception", rf"{SHELL.pattern}.*(?:: (?:Permission denied|No such file or directory|Not a directory|Is a directory|Argument list too long|Exec format error|required file not found)|can't cd to \S.*)$|^zsh:\d*:? (?:permission denied|no such file or directory|exec format error): ", 1, Kind.HINT),
     _row("torch_extensions_lock", r"torch_extensions/\S*lock\b", 3, Kind.HOST),
     _row("tokenizers_fork_deadlock", r"The current process just got forked", 1, Kind.HINT),
     _row("dataset_missing", r"FileNotFoundError|NotADirectoryError|DatasetNotFoundError|DataFilesNotFoundError", 1),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from runner.facts import Exit
+from runner.facts import Exit, Kills
 from runner.supervise.logs import find_streams, read_tail
-from runner.supervise.triage.evidence import Evidence, Kills, Suspect
+from runner.supervise.process import signal_name
+from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.lines import LogLine
 from runner.supervise.triage.refine import Chosen
-from runner.supervise.triage.table import CALLED
+from runner.supervise.triage.table import CALLED, Kind
 
 _SECRET: Final = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|glpat-|AKIA|xox[bp]-)[\w-]{12,}|(?i:(?<=bearer )\S{12,})"
@@ -40,7 +40,7 @@ def tell(chosen: Chosen, seen: Evidence, *, files: Sequence[Path], folder: Path,
         rank = line.rank if chosen.rank is None else chosen.rank
         return f"{_silent(line, code, chosen)}{_last_words(folder, rank)}; see {log}"
     who = f"{chosen.said}: " if chosen.said else _who(line, chosen.rank, log)
-    return f"{who}{_said(line, seen.suspect(line))}; see {log}"
+    return f"{who}{_said(line, seen.suspect(line))}{_became(seen.suspect(line), seen)}; see {log}"
 
 
 def _said(line: LogLine, known: Suspect | None) -> str:
@@ -55,6 +55,15 @@ def _said(line: LogLine, known: Suspect | None) -> str:
     return f"{told}{_at(known)}"
 
 
+def _became(known: Suspect | None, seen: Evidence) -> str:
+    """Of an error that a library raised another out of: that may say what the first means for the job."""
+    if known is None or not known.chain or known.kind is not Kind.ERROR:
+        return ""
+    family = [s for s in seen.suspects if (s.line.source, s.chain) == (known.line.source, known.chain) and s.ended]
+    last = family[-1] if family else known
+    return f"; it became {_cut(last.line.text.strip())}{_at(last)}" if last.line.place > known.line.place else ""
+
+
 def _at(known: Suspect) -> str:
     if not known.at:
         return ""
@@ -63,11 +72,7 @@ def _at(known: Suspect) -> str:
 
 
 def _out_of_memory(chosen: Chosen, kills: Kills) -> str:
-    who = "a process" if chosen.rank is None else f"rank {chosen.rank}"
-    more = f" and {kills.count - 1} more" if kills.count > 1 else ""
-    limit = f"may have {kills.limit_bytes / 1e9:.1f} GB" if kills.limit_bytes else "has no limit"
-    cure = "give it more (docker run --memory), or use fewer data workers or smaller batches"
-    return f"out of memory: the kernel killed {who}{more}; the container {limit}: {cure}"
+    return kills.describe("a process" if chosen.rank is None else f"rank {chosen.rank}")
 
 
 def _who(line: LogLine, rank: int | None, log: Path) -> str:
@@ -83,7 +88,7 @@ def _silent(line: LogLine, code: int, chosen: Chosen) -> str:
     if code >= 0:
         return f"{who} exited with code {code} and no error message"
     why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
-    return f"{who} was killed by {_signal_name(-code)}{why}"
+    return f"{who} was killed by {signal_name(-code)}{why}"
 
 
 def _last_words(folder: Path, rank: int | None) -> str:
@@ -98,18 +103,12 @@ def _only_code(ended: Exit | None) -> str:
     if ended is None:
         return "no line names an error"
     if ended.code is None:
-        return "nobody saw how the launcher ended: its shim was killed too"
+        return "nobody saw how the launcher ended: its shim was killed too, as in a container without memory, or its disk took no word"
     if ended.code < 0:
-        return f"the launcher was killed by {_signal_name(-ended.code)}"
+        return f"the launcher was killed by {signal_name(-ended.code)}"
     return f"the launcher exited with code {ended.code}"
 
 
 def _cut(message: str) -> str:
     message = _SECRET.sub("(secret)", _LINK.sub("(link)", message))
     return message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 1] + "…"
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -28,7 +28,10 @@ _LEAD: Final = re.compile(r"^(?:[│|>]\s?)+")
 _AT: Final = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 _AT_IN_BOX: Final = re.compile(r"^(?P<file>\S+\.py):(?P<line>\d+) in (?P<name>\S+)")
 _STATEMENT_IN_BOX: Final = re.compile(r"^(?:❱|\\u2771) +\d+ [│ ]*(?P<code>.*)")
-_ASIDE: Final = re.compile(r"^(?:Exception ignored |Error in atexit|Error in sys\.excepthook|--- Logging error ---)")
+_ASIDE: Final = re.compile(
+    r"^(?:Exception ignored |Error in atexit|Error in sys\.excepthook|--- Logging error ---)|\b(?:Task|Future) exception was never retrieved$"
+)
+_RAISES: Final = re.compile(r"(?:raise|assert)\b")
 _THREAD: Final = re.compile(r"^Exception in thread ")
 _MAX_FRAMES: Final = 16 << 10
 _MAX_BEYOND: Final = 60  # lines after the error that may still tell where
@@ -58,10 +61,12 @@ class Traceback:
     heralded: str = ""  # how the next traceback is announced
     wants_statement: bool = False
     boxed: bool = False  # the last frame
+    is_own: bool = False  # likewise: it is the script's
 
     def begin(self, text: str, before: str) -> None:
         self.open, self.in_collective, self.strangers = True, False, 0
         self.own = self.statement = self.operation = self.frames = ""
+        self.is_own = False
         self.before = before
         self.in_thread, self.aside = self.heralded == "thread", self.heralded == "aside"
         self.heralded = ""
@@ -100,7 +105,7 @@ class Traceback:
             return
         self.boxed = plain is None
         self.frames = (self.frames + match[0] + "\n")[-_MAX_FRAMES:]
-        self.wants_statement = not LIBRARY.search(match["file"])
+        self.wants_statement = self.is_own = not LIBRARY.search(match["file"])
         if self.wants_statement:
             self.own, self.statement, self.operation = f"{match['file']}:{match['line']}", "", ""
         elif is_of_torch and match["name"] != "wrapper":
@@ -124,6 +129,11 @@ class Traceback:
         """The script's own line, as a person looks for it."""
         file, _, line = self.own.rpartition(":")
         return f"{PurePath(file).name}:{line}" if file else ""
+
+    @property
+    def is_in_own_words(self) -> bool:
+        """The script raised it: what it says is its author's, whatever words of a library are in it."""
+        return self.is_own and _RAISES.match(self.statement) is not None
 
     @property
     def is_of_script(self) -> bool:
