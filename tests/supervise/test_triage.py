@@ -107,6 +107,22 @@ def test_a_killed_rank_is_named_though_only_others_talk(torchrun):
     )
 
 
+def test_what_a_script_repeats_of_an_error_keeps_its_class(tmp_path):
+    """
+    `except RuntimeError as e: raise RuntimeError(f"rank 0: {e}")` is no error of the script's own.
+    """
+    frame = '  File "/w/train.py", line 7, in step\n    {}\n'
+    first = "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+    begin = "Traceback (most recent call last):\n"
+    log = write(
+        tmp_path,
+        f"{begin}{frame.format('loss.backward()')}{first}\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        f"{begin}{frame.format('raise RuntimeError(str(e))')}{first}\n",
+    )
+
+    assert "rank_stuck" == first_error(log, Exit(code=1)).label
+
+
 @pytest.mark.parametrize(
     ("record", "log", "said"),
     [

@@ -35,6 +35,7 @@ LOGS = {
     "spawn_pickle": ("user_exception", GIVE_UP, "AttributeError: Can't pickle local object 'D.__init__.<locals>.<lambda>'"),
     "futures_broken": ("user_exception", RESUME, "BrokenProcessPool"),
     "pydantic": ("user_exception", GIVE_UP, "2 validation errors for T: lr Input should be a valid number"),
+    "yaml_flow": ("user_exception", GIVE_UP, "a: [1, 2 ^ expected ',' or ']', but got '<stream end>' (train.py:2)"),
     "yaml": ("user_exception", GIVE_UP, 'mapping values are not allowed here: in "/w/c.yaml", line 2, column 5'),
     "hydra_override": ("user_exception", GIVE_UP, "Could not override 'optim.lrr'."),
     "typer_usage": ("user_exception", GIVE_UP, "No such option: --stepz (Possible options: --help, --steps)"),
@@ -154,6 +155,7 @@ SHELLS = {
     "no such program": (127, "/w/run.sh: line 7: axolotll: command not found", "missing_module", "install it in setup"),
     "cd": (1, "/w/run.sh: line 2: cd: /data/run7: No such file or directory", "user_exception", "check the path"),
     "cd, dash": (2, "sh: 1: cd: can't cd to /data/run7", "user_exception", "check the path"),
+    "exec": (127, "bash: line 1: exec: nosuchprog: not found", "missing_module", "install it in setup"),
     "source": (
         1,
         "/w/run.sh: line 1: /venv/bin/activate: No such file or directory",
@@ -175,6 +177,16 @@ def test_what_a_shell_could_not_run_is_told_with_its_cure(tmp_path, code, line, 
     assert (label, GIVE_UP, line) == (found.label, found.decision, found.primary_line)
     assert found.confidence in {"medium", "high"}
     assert remedy in found.remedy
+
+
+def test_what_a_program_of_a_script_could_not_open_is_told(tmp_path):
+    """
+    Not its last words, which are a farewell.
+    """
+    told = "tar: /data/code.tar.gz: Cannot open: No such file or directory"
+    (tmp_path / "launcher.log").write_text(f"{told}\ntar: Error is not recoverable: exiting now\n")
+
+    assert told == first_error(tmp_path, Exit(code=2)).primary_line
 
 
 def test_a_shell_that_went_on_is_not_to_blame(tmp_path):

@@ -311,7 +311,8 @@ class _Reader:
         return True
 
     def _begin(self, line: LogLine, state: Traceback, *, original: bool) -> None:
-        if not state.linked and not original:
+        state.follows = state.linked or original
+        if not state.follows:
             self._chain += 1
             state.chain, state.during = self._chain, False
         state.linked = False
@@ -480,10 +481,10 @@ def _is_more_exact(line: str, error: str) -> bool:
 
 
 def _recognise_type(text: str) -> tuple[Kind, str, int] | None:
-    """What an error means by its type, or by words that only an author has for it."""
+    """What an error means by its type, or by words that only an author has for it; what it repeats of others it may have heard."""
     end = len(text.partition(":")[0])
-    if (echo := ECHO.search(text)) and echo.start() < end:
-        return Kind.ECHO, "", 0
+    if echo := ECHO.search(text):
+        return Kind.ECHO, "" if echo.start() < end else "user_exception", 0
     hits = ((row, match.start()) for row in ROWS if (match := row.pattern.search(text)))
     row = next((row for row, start in hits if start < end or row.label in OWN_WORDS), None)
     return (row.kind, row.label, row.weight) if row else None

@@ -52,6 +52,9 @@ SHELL: Final = re.compile(
 )
 
 
+_ERRNO: Final = "(?:Permission denied|No such file or directory|Not a directory|Is a directory|File exists|Argument list too long|Exec format error|required file not found)"
+
+
 def _row(label: str, pattern: str, weight: int = 2, kind: Kind = Kind.CAUSE) -> Row:
     return Row(re.compile(pattern), label, kind, weight)
 
@@ -239,8 +242,8 @@ ROWS: Final = (
     _row("sigterm_external", r"Received (?:2|3|15) death signal|got signal: (?:2|3|15)\b", 1),
     # ---- Python's own
     _row("missing_module", r"ModuleNotFoundError|ImportError: (?:No module named|.*(?:not installed|doesn't seem to be installed|pip install|not found in your environment))|cannot import name|Cannot find a working triton installation|No matching distribution found|Could not find a version that satisfies", 2),
-    _row("missing_module", r"(?:: command not found|: \d+: .*: not found)$|^zsh:\d*:? command not found: |^(?:\S*/)?env: .*: No such file or directory$", 1, Kind.HINT),
-    _row("user_exception", rf"{SHELL.pattern}.*(?:: (?:Permission denied|No such file or directory|Not a directory|Is a directory|Argument list too long|Exec format error|required file not found)|can't cd to \S.*)$|^zsh:\d*:? (?:permission denied|no such file or directory|exec format error): ", 1, Kind.HINT),
+    _row("missing_module", rf"(?:: command not found|: \d+: .*: not found)$|{SHELL.pattern}.*: not found$|^zsh:\d*:? command not found: |^(?:\S*/)?env: .*: No such file or directory$", 1, Kind.HINT),
+    _row("user_exception", rf"{SHELL.pattern}(?:.*: {_ERRNO}|.*can't cd to \S.*)$|^[a-z][\w.+-]*: .*: {_ERRNO}$|^zsh:\d*:? (?:permission denied|no such file or directory|exec format error): ", 1, Kind.HINT),
     _row("torch_extensions_lock", r"torch_extensions/\S*lock\b", 3, Kind.HOST),
     _row("tokenizers_fork_deadlock", r"The current process just got forked", 1, Kind.HINT),
     _row("dataset_missing", r"FileNotFoundError|NotADirectoryError|DatasetNotFoundError|DataFilesNotFoundError", 1),

@@ -36,6 +36,8 @@ _THREAD: Final = re.compile(r"^Exception in thread ")
 _MAX_FRAMES: Final = 16 << 10
 _MAX_BEYOND: Final = 60  # lines after the error that may still tell where
 _MAX_DETAIL: Final = 60  # a message this long needs no further line
+_OF_YAML: Final = re.compile(r"(?:expected|found|could not|did not|mapping values)\b")  # below the place and its line
+_MAX_YAML: Final = 6
 _LISTS: Final = re.compile(r":\s*$|validation errors? for \S+$")
 
 
@@ -62,6 +64,7 @@ class Traceback:
     wants_statement: bool = False
     boxed: bool = False  # the last frame
     is_own: bool = False  # likewise: it is the script's
+    follows: bool = False  # it was raised out of another one
 
     def begin(self, text: str, before: str) -> None:
         self.open, self.in_collective, self.strangers = True, False, 0
@@ -132,8 +135,8 @@ class Traceback:
 
     @property
     def is_in_own_words(self) -> bool:
-        """The script raised it: what it says is its author's, whatever words of a library are in it."""
-        return self.is_own and _RAISES.match(self.statement) is not None
+        """The script raised it of itself: what it says is its author's, whatever words of a library are in it."""
+        return self.is_own and not self.follows and _RAISES.match(self.statement) is not None
 
     @property
     def is_of_script(self) -> bool:
@@ -173,6 +176,8 @@ class Beyond:
 
     def _goes_on(self, text: str) -> bool:
         wants = self.lines <= (3 if "validation error" in self.text else 1) and _LISTS.search(self.text) is not None
+        if self.text.startswith("yaml.") and _OF_YAML.match(text):
+            return self.lines < _MAX_YAML
         is_next = self.lines <= 3 and len(self.detail) < _MAX_DETAIL and bool(text.strip())  # noqa: PLR2004  # a few
         return is_next and (wants or text[:1] in {" ", "\t"}) and not FRAME.match(text)
 
