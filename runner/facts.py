@@ -509,6 +509,9 @@ class Observed:
         frozenset()
     )  # names of those that are damaged there, as this life or an earlier one found
     unusable_now: frozenset[str] = frozenset()  # as this life found
+    spoilt: frozenset[str] = (
+        frozenset()
+    )  # names of what is in the store, and no checkpoint: a manifest that makes no sense
     other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)

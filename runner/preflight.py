@@ -398,7 +398,9 @@ def _can_delete(store: Store, keys: Iterable[str]) -> bool:
     try:
         for key in keys:
             store.delete(key)
-    except OffsiteError:
+    except OffsiteError as error:
+        if not error.final:
+            raise  # it is away, and has refused nothing
         return False
     return True
 

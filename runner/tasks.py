@@ -41,7 +41,7 @@ from runner.storage.offsite import (
     transfer,
     warm_up,
 )
-from vramfarm.protocol import ALGORITHM, Manifest, Ref
+from vramfarm.protocol import ALGORITHM, Manifest, Ref, is_name
 
 if TYPE_CHECKING:
     from runner.adapters.frameworks import Save
@@ -214,13 +214,14 @@ def look(store: Store, job: str) -> dict[str, Any]:
     found = transfer.survey(store, job)
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
+        "spoilt": sorted(name for name in (problem.partition(":")[0] for problem in found.unusable) if is_name(name)),
         "outcome": found.outcome,
         "summary": _survey_summary(found),
     }
 
 
 def _survey_summary(found: transfer.Survey) -> str:
-    unusable = f"; unusable: {'; '.join(found.unusable)}" if found.unusable else ""
+    unusable = f"; unusable: {'; '.join(found.problems)}" if found.problems else ""
     newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
     count = len(found.checkpoints)
     outcome = f"; the job is over there: {found.outcome.get('outcome')}" if found.outcome else ""
@@ -499,7 +500,8 @@ def _local_ref(directory: CheckpointDir, name: str) -> Ref:
 
 def _remote_ref(store: Store, arguments: Arguments) -> Ref:
     name = arguments["subject"]
-    found = [c.ref for c in transfer.survey(store, arguments["job"]).checkpoints if c.ref.name == name]
+    survey = transfer.survey(store, arguments["job"], wanted=name)
+    found = [c.ref for c in survey.checkpoints if c.ref.name == name]
     if not found:
         raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True, damaged=True)
     return found[0]

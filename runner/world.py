@@ -176,6 +176,7 @@ class RealWorld:
             offsite=self._store.checkpoints,
             unusable=self._store.unusable(history.unusable),
             unusable_now=self._store.unusable_now(),
+            spoilt=self._store.spoilt,
             other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,

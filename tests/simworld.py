@@ -80,6 +80,7 @@ class Elsewhere:
     rots: dict[int, int] = field(
         default_factory=dict
     )  # step -> so many of its copies are damaged as soon as they are there
+    spoilt: tuple[str, ...] = ()  # names that the store has with manifests that make no sense
     setup_fails: bool = False
     disk_full: bool = False
     only_here: tuple[str, ...] = ()
@@ -143,6 +144,7 @@ class SimWorld:
             offsite=self.offsite,
             unusable=self.view.unusable(history.unusable),
             unusable_now=self.view.unusable_now(),
+            spoilt=self.view.spoilt,
             other_job=self.elsewhere.other_job,
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
@@ -205,6 +207,8 @@ class SimWorld:
             self.offsite = tuple(
                 sorted((c for r, c in self.elsewhere.store.items() if r in known), key=lambda c: c.ref)
             )
+            result = {"spoilt": list(self.elsewhere.spoilt)}
+            return Finished(subject=state.subject, at=self.elsewhere.now, result=result)
         return Finished(subject=state.subject, at=self.elsewhere.now)
 
     def _failed(self, kind: TaskKind, state: Running, error: str, *, final: bool) -> Failed:

@@ -137,9 +137,9 @@ def _rows_of_store(address: Address) -> list[dict[str, Any]]:
 
     run = open_run(address)
     with Bar() as bar:
-        survey = transfer.survey(run.store, run.job, bar)
+        survey = transfer.survey_readable(run.store, run.job, bar)
     expect_run(address, run, survey)
-    for problem in survey.unusable:
+    for problem in survey.problems:
         sys.stderr.write(f"unusable: {problem}\n")
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
 
@@ -220,13 +220,13 @@ def _differences_in_store(address: Address) -> Differences:
 
     run = open_run(address)
     run = open_run(address, transfer.read_abilities(run.store, run.job))
-    survey = transfer.survey(run.store, run.job)
+    survey = transfer.survey_readable(run.store, run.job)
     expect_run(address, run, survey)
     wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
     with Bar() as bar:
         meter = transfer.Meter(sum(c.size_bytes for c in wanted), bar)
         found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
-    return found, list(survey.unusable)
+    return found, list(survey.problems)
 
 
 def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
@@ -235,7 +235,7 @@ def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
     try:
         transfer.verify(run.store, run.job, ref, meter.add)
     except OffsiteError as error:
-        if not error.final:
+        if not error.damaged:
             raise
         return [str(error)]
     return []

@@ -107,10 +107,10 @@ def candidates_in_store(address: Address) -> list[Candidate]:
     from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
 
     run = open_run(address)
-    survey = transfer.survey(run.store, run.job)
+    survey = transfer.survey(run.store, run.job, wanted=run.checkpoint)
     expect_run(address, run, survey)
     found = [c.ref for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
-    problems = [p for p in survey.unusable if p.startswith(run.checkpoint)]
+    problems = [p for p in survey.problems if p.startswith(run.checkpoint)]
     _expect_some(str(address), len(found), problems, is_one=bool(run.checkpoint))
     all_of_them = [c.ref for c in survey.checkpoints] if run.checkpoint else []
     return [
@@ -136,11 +136,11 @@ def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> 
 
 def expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
     """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
-    if not survey.checkpoints and not survey.unusable:
+    if not survey.checkpoints and not survey.problems:
         marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
         if not any(marks):
             raise StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
-    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.unusable:
+    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.problems:
         raise StoreError(
             f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls URL"
         )

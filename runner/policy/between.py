@@ -346,5 +346,7 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
 
 
 def _lost(seen: Observed, floor: int | None) -> list[str]:
-    """What this run had and cannot use; nobody misses it where the run starts over."""
-    return [] if floor is None else sorted({*seen.unusable, *seen.damaged})
+    """What this run had and cannot use; nobody misses it where the run starts over, or has, for all that names tell."""
+    if floor is None:
+        return []
+    return sorted({*seen.unusable, *seen.damaged, *(seen.spoilt if floor == 0 else ())})

@@ -46,7 +46,7 @@ def gather_store(store: Store, job: str) -> Report:
     status, found = _object(read(STATUS)), _object(read("ledger.json"))
     number = len(ledger.parse(found))
     metrics = [(n, f"machines/{n:04d}/{METRICS}") for n in range(1, number + 1)]
-    whole = transfer.survey(store, job).checkpoints
+    whole = transfer.survey_readable(store, job).checkpoints
     saved = tuple(
         Saved(name=c.ref.name, step=c.ref.step, where="store", written_at=c.written_at.isoformat()) for c in whole
     )

@@ -104,7 +104,7 @@ def _candidates(place: str, open_at: Open) -> Iterator[_Candidate]:
 def _in_store(place: str, open_at: Open) -> Iterator[_Candidate]:
     where, job, name = split_address(place)
     store = open_at(where)
-    survey = transfer.survey(store, job)
+    survey = transfer.survey(store, job, wanted=name)
     found = [c.ref for c in survey.checkpoints if name in {"", c.ref.name}]
     if not found:
         problems = [problem for problem in survey.unusable if problem.startswith(name)]

@@ -434,6 +434,21 @@ def test_what_an_earlier_life_found_damaged_is_tried_again_before_there_is_none(
     assert (1, newest.step) == elsewhere.launches[-1]
 
 
+def test_on_an_empty_disk_a_store_in_which_every_checkpoint_is_damaged_is_not_taken_for_an_empty_one(tmp_path):
+    """
+    Whoever began anew there by himself would throw a training away; who asks for it may.
+    """
+    elsewhere = Elsewhere(spoilt=("step-00000500-0123abcd",))
+
+    refused, _ = boot(JOB, tmp_path / "job", elsewhere)
+
+    assert (4, []) == (refused.code, elsewhere.launches)
+    assert "step-00000500-0123abcd" in refused.reason
+    assert "--start-over" in refused.reason
+    never = JOB.model_copy(update={"checkpoint": JOB.checkpoint.model_copy(update={"resume": "never"})})
+    assert 0 == boot(never, tmp_path / "other", elsewhere)[0].code
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rots=st.dictionaries(st.integers(1, 5).map(lambda n: n * 100), st.integers(1, 2), max_size=3),

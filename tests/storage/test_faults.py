@@ -124,6 +124,21 @@ def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory,
     assert len(fault.taken) < 12  # the shards that were under way, a HEAD and a read each
 
 
+def test_a_manifest_that_is_refused_is_no_damaged_one(behind, proxy, directory):
+    """
+    Archived by a lifecycle rule: with its cure, and as an error, not as a store without checkpoints.
+    """
+    transfer.upload(behind, "job", directory, commit(directory).ref, ignore)
+    proxy.add(operation="GetObject", answer=(403, "InvalidObjectState"))
+    proxy.add(operation="GetObject", answer=(404, "NoSuchKey"), times=1)  # there is no outcome
+    proxy.faults.reverse()
+
+    with pytest.raises(OffsiteError, match="403 InvalidObjectState") as caught:
+        transfer.survey(behind, "job")
+
+    assert "lifecycle rule" in caught.value.hint
+
+
 def test_a_store_that_goes_away_and_comes_back(tmp_path, directory):
     """
     Killed in the middle of an upload: an error that says to try again. Back: what had arrived is not sent again.

@@ -12,7 +12,7 @@ import pytest
 
 from runner.job import OffloadPolicy
 from runner.keeper import LEASE, expect_ours
-from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir
 from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite import OffsiteError, open_store, transfer
 from runner.storage.offsite.file import FileStore
@@ -413,6 +413,7 @@ def _shard(**changes):
         pytest.param(_shard(path="../../../../etc/passwd"), id="path that climbs out"),
         pytest.param(_shard(path="/etc/passwd"), id="absolute path"),
         pytest.param(_shard(path="not-there"), id="shard that is not there"),
+        pytest.param(lambda _: b" " * (MAX_MANIFEST_BYTES + 1), id="endless"),
         pytest.param(_shard(size_bytes=201), id="shard of another size"),
         pytest.param(_shard(size_bytes=-1), id="shard of no size"),
         pytest.param(_shard(size_bytes=10**18, checksums=[1]), id="shard larger than its checksums"),
@@ -430,6 +431,62 @@ def test_what_is_broken_or_hostile_in_a_store_is_named_and_passed_over(store, di
     assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
     assert [bad.ref.name] == [problem.partition(":")[0] for problem in found.unusable]
     assert not (tmp_path / "elsewhere").exists()
+
+
+class _Keeping:
+    """A store that keeps an object to itself, as one does that is archived, or sealed with a key of somebody's."""
+
+    def __init__(self, inner, name):
+        self._inner, self._key = inner, f"{FOLDER}/{name}/{MANIFEST}"
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get(self, key, **limits):
+        if key == self._key:
+            raise OffsiteError("403 InvalidObjectState", final=True, curable=True)
+        return self._inner.get(key, **limits)
+
+
+def test_a_newest_manifest_that_the_store_refuses_is_no_missing_one(store, directory):
+    """
+    The last training is behind it: to go on from an older one, or to begin anew, would throw it away.
+    """
+    older, newest = uploaded(store, directory, 400), uploaded(store, directory, 500)
+    keeping = _Keeping(store, newest.ref.name)
+
+    with pytest.raises(OffsiteError) as caught:
+        transfer.survey(keeping, "job")
+    found = transfer.survey_readable(keeping, "job")
+
+    assert (True, True, False) == (caught.value.final, caught.value.curable, caught.value.damaged)
+    assert f"{newest.ref.name}: its manifest cannot be read" in str(caught.value)
+    assert "begin anew under another name" in caught.value.hint
+    assert ([older.ref], (), [newest.ref.name]) == (
+        [c.ref for c in found.checkpoints],
+        found.unusable,
+        list(found.refused),
+    )
+    assert [older.ref] == [c.ref for c in transfer.survey(keeping, "job", wanted=older.ref.name).checkpoints]
+    with pytest.raises(OffsiteError):
+        transfer.tidy(keeping, "job", keep_last=1)
+    assert [400, 500] == steps(store)
+
+
+def test_an_older_manifest_that_the_store_refuses_is_in_nobodys_way(store, directory):
+    """
+    It is named, never removed, and what is newer is resumed from and sent as ever.
+    """
+    older, newer = uploaded(store, directory, 400), uploaded(store, directory, 500)
+    keeping = _Keeping(store, older.ref.name)
+    newest = uploaded(keeping, directory, 600)
+
+    found = transfer.survey(keeping, "job")
+    removed = transfer.tidy(keeping, "job", keep_last=1)
+
+    assert [newer.ref, newest.ref] == [c.ref for c in found.checkpoints]
+    assert [older.ref.name] == [problem.partition(":")[0] for problem in found.problems]
+    assert ((newer.ref.name,), [400, 600]) == (removed, steps(store))
 
 
 def test_names_that_are_none_are_not_looked_at(s3_offload, s3server, directory):

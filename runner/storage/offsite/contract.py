@@ -66,7 +66,8 @@ class OffsiteError(StoreError):
     The store, or what is in it, cannot be used now. `final`: trying again cannot help.
 
     `curable`: unless somebody does something that no part of the job is changed by: renews the credentials,
-    makes room. `damaged`: the bytes of one checkpoint are not those of its manifest; take another one.
+    makes room. `damaged`: the bytes of one checkpoint are not those of its manifest, or its manifest is none;
+    take another one. No refusal is ever that.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, limit_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
-        """All bytes, or None if there is no such object. More than `limit_bytes` is an error."""
+        """All bytes, or None if there is no such object. More than `limit_bytes` is `damaged`."""
         ...
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:

@@ -46,6 +46,7 @@ _HINTS: Final[Mapping[str, str]] = {
     "301": _REGION_HINT,
     "AuthorizationHeaderMalformed": _REGION_HINT,
     "IllegalLocationConstraintException": _REGION_HINT,
+    "InvalidObjectState": "it is archived: have the store restore the object, and end the lifecycle rule that moved it",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl set-ntp true, or ntpdate)",
     "AccountProblem": "the store's owner must settle the account",
     "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",

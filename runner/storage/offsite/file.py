@@ -168,9 +168,8 @@ class FileStore:
         if head is None:
             return None
         if head.size_bytes > limit_bytes:
-            raise OffsiteError(
-                f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {head.size_bytes}", final=True
-            )
+            what = f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {head.size_bytes}"
+            raise OffsiteError(what, final=True, damaged=True)
         return self.read(key, 0, head.size_bytes)
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:

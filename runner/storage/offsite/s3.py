@@ -314,7 +314,8 @@ class S3Store:
             told = answer.get("ContentLength", 0)  # a proxy may leave it out
             content = body.read(limit_bytes + 1) if told <= limit_bytes else b""
         if (size := max(told, len(content))) > limit_bytes:
-            raise OffsiteError(f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {size}", final=True)
+            what = f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {size}"
+            raise OffsiteError(what, final=True, damaged=True)
         if len(content) < told:
             raise IncompleteReadError(actual_bytes=len(content), expected_bytes=told)
         return Version(content=content, tag=answer["ETag"])

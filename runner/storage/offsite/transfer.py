@@ -76,47 +76,92 @@ _TELL_EVERY_S: Final = 60.0
 RUN_CHUNKS: Final = 8  # fetched with one request
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
+_REFUSED: Final = "let this key read it, or begin anew under another name of the job"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What a store holds of a job. `checkpoints` are whole by the store's own listing, oldest first."""
+    """
+    What a store holds of a job. `checkpoints` are whole by the store's own listing, oldest first.
+
+    `refused`, by name: the store keeps the manifest to itself, so that what it names may be whole, or damaged.
+    """
 
     checkpoints: tuple[Checkpoint, ...]
-    unusable: tuple[str, ...]  # what is not, and why
+    unusable: tuple[str, ...]  # what is damaged, and how
+    refused: Mapping[str, OffsiteError]
+    newest: str  # name of the last that was committed there, of those that are not damaged; empty: none
     outcome: Mapping[str, Any] | None  # what the job came to, as whoever ended it wrote it
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """For people: a line each, which begins with a name."""
+        return (*self.unusable, *map(str, self.refused.values()))
 
 
 # ----------------------------------------------------------------------------------- survey
 
 
-def survey(store: Store, job: str, progress: Progress = lambda _fraction, _note: None) -> Survey:
-    """Look at all of a job in a store; reads manifests, no shard."""
+def survey(store: Store, job: str, progress: Progress = lambda _fraction, _note: None, *, wanted: str = "") -> Survey:
+    """
+    Look at all of a job in a store; reads manifests, no shard.
+
+    An error if the store refuses the manifest of the one that is `wanted`, by default the newest: whoever took
+    that for none would go on from an older one, or begin anew.
+    """
+    found = survey_readable(store, job, progress)
+    if refusal := found.refused.get(wanted or found.newest):
+        raise refusal
+    return found
+
+
+def survey_readable(store: Store, job: str, progress: Progress = lambda _fraction, _note: None) -> Survey:
+    """The same for whoever only tells, or copies, what can be read."""
     outcome, problems = _read_outcome(store, job)
-    whole = []
+    whole, refused, latest = list[Checkpoint](), dict[str, OffsiteError](), list[tuple[datetime, str]]()
     listed = {name: entries for name, entries in _list_checkpoints(store, job).items() if MANIFEST in entries}
     with ThreadPoolExecutor(
         _NUM_THREADS
     ) as pool:  # of those without one the upload has not ended, or the removal has begun
         found = pool.map(partial(_describe_listed, store, job), listed.items())
-        for number, (name, checkpoint) in enumerate(zip(listed, found, strict=True)):
+        for number, (name, one) in enumerate(zip(listed, found, strict=True)):
             progress(number / len(listed), name)
-            whole.append(checkpoint) if isinstance(checkpoint, Checkpoint) else problems.append(checkpoint)
+            if isinstance(one, str):
+                problems.append(one)
+                continue
+            latest.append((listed[name][MANIFEST].modified_at, name))
+            if isinstance(one, Checkpoint):
+                whole.append(one)
+            else:
+                refused[name] = one
     whole.sort(key=lambda checkpoint: checkpoint.ref)
-    return Survey(checkpoints=tuple(whole), unusable=tuple(problems), outcome=outcome)
+    return Survey(
+        checkpoints=tuple(whole),
+        unusable=tuple(problems),
+        refused=refused,
+        newest=max(latest)[1] if latest else "",
+        outcome=outcome,
+    )
 
 
-def _describe_listed(store: Store, job: str, listed: tuple[str, Mapping[str, Entry]]) -> Checkpoint | str:
-    """A whole checkpoint, or what is wrong with it."""
+def _describe_listed(
+    store: Store, job: str, listed: tuple[str, Mapping[str, Entry]]
+) -> Checkpoint | OffsiteError | str:
+    """A whole checkpoint, the store's refusal to show its manifest, or how it is damaged. What may pass is raised."""
     name, entries = listed
     try:
         manifest = read_manifest(store, job, name)
         _expect_listed(manifest, entries)
         return describe(manifest)
-    except (OffsiteError, ProtocolError) as error:
-        if isinstance(error, OffsiteError) and not error.final:
-            raise
+    except ProtocolError as error:
         return f"{name}: {error}"
+    except OffsiteError as error:
+        if error.damaged:
+            return f"{name}: {error}"
+        if not error.final:
+            raise
+        what = f"{name}: its manifest cannot be read: {error}"
+        return OffsiteError(what, hint=error.hint or _REFUSED, final=True, curable=error.curable)
 
 
 def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, list[str]]:
@@ -622,8 +667,8 @@ def tidy(store: Store, job: str, *, keep_last: int, unusable: Collection[str] = 
     kept = [name for name in names if name not in unusable][-max(1, keep_last) :]
     removed = names[: names.index(kept[0])] if kept else []
     listed = _list_checkpoints(store, job) if removed else {}
-    for name in removed:
-        _remove(store, f"{job}/checkpoints/{name}/", listed[name])
+    for name in removed:  # or somebody else has, meanwhile
+        _remove(store, f"{job}/checkpoints/{name}/", listed.get(name, {}))
     return tuple(removed)
 
 
