@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
+_WHERE: Final = "nothing was verified; vramfarm-runner checkpoints ls shows what is there"
 _RESTORE: Final = "bring one here, from the store or another folder, verified"
 _EXPORT: Final = "write the model as safetensors files, verified, which other programs read"
 _HEAD: Final = ("STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED")
@@ -195,9 +196,8 @@ def _verify(which: str | None, *, as_json: bool) -> int:
             out(f"{name}  {'; '.join(differences) or 'every byte is what its manifest says'}")
     damaged = (f"{name}: {difference}" for name, differences in found.items() for difference in differences)
     if problems := [*damaged, *others]:
-        raise StoreError(
-            "\n".join(problems), hint="resume sets a damaged checkpoint aside and takes the next older one"
-        )
+        hint = "resume sets a damaged checkpoint aside and takes the next older one" if found else _WHERE
+        raise StoreError("\n".join(problems), hint=hint)
     return 0
 
 

@@ -80,7 +80,7 @@ def describe(event: Mapping[str, Any]) -> str:
     rest = {
         name: value
         for name, value in event.items()
-        if name not in _SHOWN_FIRST and value is not None and value is not False and value != ""
+        if name not in _SHOWN_FIRST and value is not None and value is not False and value not in ("", {}, [])
     }
     return f"{stamp}  {event.get('event', '?')!s:<12} " + " ".join(f"{k}={_show(v)}" for k, v in rest.items())
 

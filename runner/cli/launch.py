@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     refuse_planned(loaded.job)
     if args.dry_run:
         plan = make_plan(args, loaded, os.environ, has_gpus=args.gpus == "auto" and not loaded.job.cpu_processes)
-        out(shlex.join(as_command(plan)))
+        command = as_command(plan)
+        out_json({"argv": list(command)}) if args.json else out(shlex.join(command))
         return 0
     with _engine() as engine:
         plan = make_plan(args, loaded, os.environ, has_gpus=_has_gpus(engine))

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from runner.adapters.notifiers import notify_all
-from runner.adapters.providers import SECRETS, find_server, with_secrets
+from runner.adapters.providers import PROVIDERS, SECRETS, find_server, with_secrets
+from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
@@ -35,7 +36,7 @@ from runner.cli.run import comes_back
 from runner.cli.telling import Teller, say
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
-from runner.facts import Server
+from runner.facts import Server, ServerState
 from runner.folder import RunFolder
 from runner.job import ArchiveSource, Job, OnLimit
 from runner.lifeline import Lifeline
@@ -80,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
         lifeline.server(server)
         end = _run(args, loaded, env, server, lifeline, is_restart=bool(accepted))
     except RunnerError as error:
-        _early_end(error, server, lifeline)
+        after = _early_end(error, server, lifeline)
         loaded = loaded or _parsed(args, env)
         if loaded:
-            reason = f"{str(error).splitlines()[0]}{f'; {error.hint}' if error.hint else ''}"
+            reason = "; ".join(filter(None, (str(error).splitlines()[0], error.hint, after)))
             record_refusal(loaded, env, code=error.exit_code, reason=reason, server=server.id if server else "")
-        _tell_early_end(error, loaded.job if loaded else None, server, env)
+        _tell_early_end(error, loaded.job if loaded else None, server, env, after)
         raise
     return end.code
 
@@ -129,18 +130,26 @@ def _expect_successor(loaded: LoadedJob, run_dir: Path, env: Mapping[str, str], 
         _refuse_change(identity(loaded.written), RunFolder(root=run_dir))
 
 
-def _early_end(error: RunnerError, server: Server | None, lifeline: Lifeline) -> None:
-    """Every early end on a rented server stops that server, but for the one that another runner of ours uses."""
+def _early_end(error: RunnerError, server: Server | None, lifeline: Lifeline) -> str:
+    """
+    Every early end on a rented server stops that server, but for the one that another runner of ours uses.
+    Returns what is billed after it: with files in the workspace a provider may keep a disk, and ask for it.
+    """
     stop = server is not None and not isinstance(error, LockedError)
     workspace = workspace_of(os.environ)  # not of job.yaml: that may be what is wrong
     keep = str(workspace) if has_files(workspace) else None
     lifeline.end(code=error.exit_code, stop=stop, keep=keep, hold_s=None, reason=str(error).splitlines()[0])
+    if server is None or not stop:
+        return ""
+    return PROVIDERS[server.provider].explain(Keep(keep), Answer(ServerState.UNKNOWN, keeping=server.keeping))
 
 
-def _tell_early_end(error: RunnerError, job: Job | None, server: Server | None, env: Mapping[str, str]) -> None:
+def _tell_early_end(
+    error: RunnerError, job: Job | None, server: Server | None, env: Mapping[str, str], after: str
+) -> None:
     """Where there is no loop that would. The guardian waits for it, not longer than for any last word."""
     name, where = job.name if job else "job.yaml", server.id if server else "this machine"
-    text = f"{name}: did not start: {str(error).splitlines()[0]} {f'({error.hint})' if error.hint else ''} [{where}]"
+    text = f"{name}: did not start: {str(error).splitlines()[0]} {f'({error.hint})' if error.hint else ''} [{where}]{f'; {after}' if after else ''}"
     message = {"event": "ended", "title": f"{name}: did not start", "text": text, "job": name, "server": where}
     urls = [env[NOTIFY_VARIABLE]] if env.get(NOTIFY_VARIABLE) else []
     notify_all([*(find_values(job.notify, env).values() if job else ()), *urls], message)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.cli.events import describe as describe_event
 from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
 from runner.cli.status import describe
@@ -866,7 +868,37 @@ def test_a_folder_of_checkpoints_may_have_none_yet(tmp_path, cli):
 
     assert (0, 1) == (listed.returncode, len(listed.stdout.splitlines()))
     assert (4, "") == (verified.returncode, verified.stdout)
-    assert f"{tmp_path}/llama/checkpoints: expected a checkpoint, found none" in verified.stderr
+    assert [
+        f"error: {tmp_path}/llama/checkpoints: expected a checkpoint, found none",
+        "hint: nothing was verified; vramfarm-runner checkpoints ls shows what is there",
+    ] == verified.stderr.splitlines()
+
+
+def test_a_launch_that_is_only_shown_is_json_for_scripts(tmp_path, cli):
+    """
+    The same words as the line for a shell.
+    """
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    line, told = (cli("launch", "job.yaml", "--dry-run", "--gpus", "none", *options) for options in ((), ("--json",)))
+
+    assert shlex.split(line.stdout) == json.loads(told.stdout)["argv"]
+
+
+def test_events_leave_out_what_is_empty():
+    """
+    A line for a person has what happened, and no `env={}`.
+    """
+    event = {
+        "event": "launched",
+        "at": "2026-01-01T03:00:00+00:00",
+        "number": 1,
+        "env": {},
+        "resume": None,
+        "origin": "",
+    }
+
+    assert describe_event(event).endswith("  launched     number=1")
 
 
 # ------------------------------------------------------------------------------------- store

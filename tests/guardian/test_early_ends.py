@@ -135,6 +135,25 @@ def test_a_runner_that_is_killed_whenever_leaves_no_server_on(tmp_path: Path, jo
     wait_until(lambda: not find("VRAMFARM_TEST", str(tmp_path)))
 
 
+def test_what_a_pod_costs_after_an_early_end_is_told(tmp_path: Path):
+    """
+    There are files in its workspace, so it is stopped and not terminated: its disk is billed until somebody knows.
+    """
+    (tmp_path / "store").mkdir()
+    job = f"{CPU}secrets: [NOT_THERE]\noffload: {{to: 'file://{tmp_path}/store'}}\n"
+    (tmp_path / "job.yaml").write_text(job)
+    log = tmp_path / "run.log"
+    with serving(RunPod(), tmp_path) as cloud, log.open("w") as file:
+        env = {**os.environ, **cloud.env, "VRAMFARM_WORKSPACE": str(tmp_path), "RUNNER_HOLD_S": "0"}
+        run = subprocess.Popen([*RUN, "--config", str(tmp_path / "job.yaml")], env=env, stderr=file)
+
+        assert 2 == run.wait(120), log.read_text()
+        assert "stopped" == cloud.now()
+
+    reason = json.loads((tmp_path / "store" / "small" / "refusal.json").read_bytes())["reason"]
+    assert "the pod is stopped; its volume disk stays and costs 0.20 USD per GB and month until you terminate" in reason
+
+
 def _words(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
