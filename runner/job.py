@@ -368,6 +368,10 @@ class OffloadPolicy(Model):
     max_bandwidth: SomeSize | None = Field(
         default=None, description="Upload limit in bytes a second: 50MB. Nothing: no limit."
     )
+    outlives_server: bool = Field(
+        default=False,
+        description="Of a `file://` folder on the same disk as the run: that disk is there when the server is gone (a network volume).",
+    )
 
     @field_validator("to")
     @classmethod

@@ -21,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from runner.adapters.launchers import LAUNCHERS, split_command
 from runner.adapters.providers import PROVIDERS, SECRETS, with_secrets
@@ -54,6 +55,7 @@ from runner.policy.preflight import (
     judge_report,
     judge_software,
     judge_store,
+    judge_store_place,
     judge_strategy,
     judge_xids,
 )
@@ -359,6 +361,9 @@ def _disk(mission: Mission) -> Iterable[Finding]:
 def _store(mission: Mission) -> Iterable[Finding]:
     if mission.job.offload.to is None:
         return ()
+    shares_disk, is_local = _shares_disk(mission), _is_local(mission.env)
+    if found := judge_store_place(mission.job, mission.server, shares_disk=shares_disk, is_local=is_local):
+        return found
     try:
         trial = _try_store(mission)
     except OffsiteError as error:
@@ -368,6 +373,23 @@ def _store(mission: Mission) -> Iterable[Finding]:
     checkpoint = _expected(mission)
     end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
     return (*judge_store(trial, mission.job, checkpoint), *end)
+
+
+def _shares_disk(mission: Mission) -> bool:
+    """Whether the store is a folder on the file system of the run; one where no disk is mounted is, too."""
+    place = urlsplit(mission.job.offload.to or "")
+    return place.scheme == "file" and _device(Path(unquote(place.path))) == _device(mission.run_dir)
+
+
+def _device(path: Path) -> int:
+    there = next(one for one in (path, *path.parents) if one.exists())
+    return there.stat().st_dev
+
+
+def _is_local(env: Mapping[str, str]) -> bool:
+    """Whether the provider is the simulated one, whose servers are processes here and whose disks are folders."""
+    host = urlsplit(env.get("VRAMFARM_API_URL", "")).hostname or ""
+    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 def _try_store(mission: Mission) -> StoreTrial:

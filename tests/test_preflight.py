@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner import preflight
-from runner.facts import Finding, Severity
+from runner.facts import Finding, Server, Severity
 from runner.job import Job
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.storage.checkpoints import CheckpointDir
@@ -186,6 +186,37 @@ def test_the_disk_and_the_store_are_really_written(tmp_path):
     assert Severity.OK is severities["store"], told
     assert [] == [path for path in store.rglob("*") if path.is_file()]
     assert [] == [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_a_store_on_the_disk_that_goes_with_the_server_is_refused(tmp_path):
+    """
+    A mount point without its disk looks like a store. A simulated server's disk is a folder, a container's volumes
+    stay, and whoever has a network volume says so.
+    """
+    (tmp_path / "mnt").mkdir()
+    place = f"file://{tmp_path}/mnt/runs"
+    rented = replace(mission(tmp_path, offload={"to": place}), server=Server(provider="command", id="vm"))
+    loud = replace(rented, job=mission(tmp_path, offload={"to": place, "outlives_server": True}).job)
+    keeps = mission(tmp_path, offload={"to": place}, finish={"on_success": "keep", "on_failure": "keep"}).job
+
+    (refused,) = preflight._store(rented)
+
+    assert (Severity.REFUSE, {"exit_code": 4}) == (refused.severity, refused.facts)
+    assert "is on the disk of this run" in refused.message
+    assert not (tmp_path / "mnt" / "runs").exists()
+    for fine in (
+        loud,
+        replace(rented, job=keeps),
+        replace(rented, env={**rented.env, "VRAMFARM_API_URL": "http://127.0.0.1:9/v1"}),
+        replace(rented, server=Server(provider="docker", id="box")),
+        replace(rented, job=mission(tmp_path, offload={"to": "file:///dev/shm/vramfarm-test"}).job),
+    ):
+        assert not preflight.judge_store_place(
+            fine.job,
+            fine.server,
+            shares_disk=preflight._shares_disk(fine),
+            is_local=preflight._is_local(fine.env),
+        )
 
 
 def test_two_processes_talk_before_the_job_does(tmp_path):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from runner.errors import MachineError
+from runner.errors import MachineError, StoreError
 from runner.facts import (
     CardReport,
     CardState,
@@ -22,11 +22,12 @@ from runner.facts import (
     Finding,
     Host,
     Preflight,
+    Server,
     Severity,
     StoreTrial,
     Verdict,
 )
-from runner.job import FrameworkName, Job, LauncherName
+from runner.job import AtEnd, FrameworkName, Job, LauncherName
 from runner.policy.links import judge_fabric
 from runner.policy.planning import SHARDED, Strategy, checkpoint_bytes, workload
 from runner.policy.readings import judge_shared_memory
@@ -382,6 +383,20 @@ def judge_disk(rate: DiskRate, job: Job, checkpoint: int | None) -> tuple[Findin
     if not found:
         found.append(_ok("disk", f"{rate.folder}: {_gb(rate.free_bytes)} free, {_rate(rate.rate)} synced"))
     return tuple(found)
+
+
+def judge_store_place(job: Job, server: Server | None, *, shares_disk: bool, is_local: bool) -> tuple[Finding, ...]:
+    """A copy on the disk of a server that is stopped goes with it. A container's volumes stay."""
+    is_stopped = AtEnd.STOP in {job.finish.on_success, job.finish.on_failure}
+    goes = server is not None and server.provider != "docker" and is_stopped and not is_local
+    if not (goes and shares_disk) or job.offload.outlives_server:
+        return ()
+    message = (
+        f"{job.offload.to} is on the disk of this run, which goes with the server: is the store's own disk mounted?"
+    )
+    hint = "mount it, or name an s3:// store; if that disk outlives the server (a network volume): offload.outlives_server: true"
+    facts = {EXIT_CODE: StoreError.exit_code}
+    return (Finding(name="store", severity=Severity.REFUSE, message=message, hint=hint, facts=facts),)
 
 
 def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Finding, ...]:
