@@ -209,6 +209,11 @@ class OnLimit(StrEnum):
 # -------------------------------------------------------------------------------- sections
 
 
+def without_password(address: str) -> str:
+    """An address as it may be written down and shown: without who logs in there, and how."""
+    return re.sub(r"\b(https?://)[^/?#\s]*@", r"\1", address)
+
+
 class GitSource(Model):
     git: str = Field(description="Address of the repository.")
     ref: str = Field(default="HEAD", description="Branch, tag or commit.")
@@ -629,6 +634,17 @@ class Job(Model):
         if not isinstance(data, dict):
             return data
         return {k: v for k, v in data.items() if v is not None or k == "command"}
+
+    def without_passwords(self) -> Job:
+        """The same job as it may be written down: whoever reads that does not log in anywhere with it."""
+        source = self.source
+        if isinstance(source, GitSource):
+            source = source.model_copy(update={"git": without_password(source.git)})
+        elif isinstance(source, ArchiveSource):
+            source = source.model_copy(update={"archive": without_password(source.archive)})
+        endpoint = None if self.offload.endpoint is None else without_password(self.offload.endpoint)
+        offload = self.offload.model_copy(update={"endpoint": endpoint})
+        return self.model_copy(update={"source": source, "offload": offload})
 
     @property
     def checkpoint_dir(self) -> PurePosixPath:

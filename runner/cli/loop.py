@@ -264,7 +264,7 @@ def _accept(loaded: LoadedJob, folder: RunFolder, *, accept_change: bool) -> Non
     new = identity(loaded.written)
     if not accept_change:
         _refuse_change(new, folder)
-    record = loaded.job.model_dump(mode="json", by_alias=True) | {"identity": new}
+    record = loaded.job.without_passwords().model_dump(mode="json", by_alias=True) | {"identity": new}
     write_durable(Disk(), folder.job, json.dumps(record, indent=1).encode())
 
 
@@ -282,7 +282,7 @@ def _refuse_change(new: Mapping[str, Any], folder: RunFolder) -> None:
 
 def identity(job: Job) -> dict[str, Any]:
     """What makes a job this job, as written; limits, cadence and the like may change between starts."""
-    fields = job.model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
+    fields = job.without_passwords().model_dump(mode="json", by_alias=True, include=set(_IDENTITY))
     if isinstance(job.source, ArchiveSource) and job.source.archive.startswith(f"{job.offload.to}/"):
         fields["source"] = "sent by submit"  # its name is that of its content, and a mended script is the same job
     return fields
@@ -348,7 +348,7 @@ def find_out(loaded: LoadedJob, env: Mapping[str, str], server: Server | None, *
     return Setting(
         job=job,
         identity=None if accept_change else loaded.identity or identity(loaded.written),
-        setup_digest=_digest({"source": job.model_dump(mode="json")["source"], "setup": job.setup})
+        setup_digest=_digest({"source": job.without_passwords().model_dump(mode="json")["source"], "setup": job.setup})
         if job.source or job.setup
         else "",
         data_digest=_digest([item.model_dump(mode="json") for item in job.data]) if job.data else "",

@@ -261,6 +261,7 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif job.offload.to.startswith("file://"):
         yield "offload.to: a folder protects only if it lies on another machine's disk"
+    yield from _passwords(job)
     if job.checkpoint.save_interval > _RARE:
         yield f"checkpoint.save_interval: a crash costs up to {format_duration(job.checkpoint.save_interval)} of training"
     if job.finish.on_success is AtEnd.KEEP:
@@ -273,3 +274,10 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     for name in (*job.secrets, *job.notify):
         if name not in there:
             yield f"{name}: not in the environment here, nor in {FOLDER}"
+
+
+def _passwords(job: Job) -> Iterator[str]:
+    plain = job.without_passwords()
+    for key, is_secret in (("source", plain.source != job.source), ("offload.endpoint", plain.offload != job.offload)):
+        if is_secret:
+            yield f"{key}: has a password or a token in its address: whoever reads job.yaml can use it"

@@ -25,7 +25,7 @@ from typing import IO, Final
 from urllib.parse import unquote, urlsplit
 
 from runner.errors import JobError
-from runner.job import ArchiveSource, GitSource, PathSource
+from runner.job import ArchiveSource, GitSource, PathSource, without_password
 from runner.supervise import process
 from runner.supervise.attempt import activated
 from runner.supervise.logs import read_tail
@@ -36,6 +36,7 @@ Maker = Callable[[Path], None]
 Source = GitSource | PathSource | ArchiveSource | None
 
 RETRY_PAUSES_S: Final = (5.0, 20.0)
+_HELPER: Final = """!f() { test "$1" = get && printf 'username=%s\\npassword=%s\\n' "$RUNNER_GIT_USER" "$RUNNER_GIT_PASSWORD"; }; f"""
 _GIT_LIMIT_S: Final = 1800.0
 _SOCKET_LIMIT_S: Final = 60.0
 _CONNECTION: Final = re.compile(
@@ -153,15 +154,16 @@ def _place(folder: Path, make: Maker) -> None:
 
 
 def _clone(source: GitSource, place: Path, pauses_s: Sequence[float]) -> None:
-    if source.git.startswith("-") or source.ref.startswith("-"):
-        raise JobError(f"source: expected an address and a ref, got {source.git!r} and {source.ref!r}")
+    address = without_password(source.git)
+    if address.startswith("-") or source.ref.startswith("-"):
+        raise JobError(f"source: expected an address and a ref, got {address!r} and {source.ref!r}")
     _git(source, place, ("init", "--quiet"), pauses_s)
     try:
-        _git(source, place, ("fetch", "--quiet", "--depth=1", source.git, source.ref), pauses_s)
+        _git(source, place, ("fetch", "--quiet", "--depth=1", address, source.ref), pauses_s)
         ref = "FETCH_HEAD"
     except JobError:  # a short commit, or a server that gives whole branches only
         everything = ("+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*")
-        _git(source, place, ("fetch", "--quiet", source.git, *everything), pauses_s)
+        _git(source, place, ("fetch", "--quiet", address, *everything), pauses_s)
         ref = source.ref
     _git(source, place, ("checkout", "--quiet", "--detach", ref), pauses_s)
     if (place / ".gitmodules").exists():
@@ -169,7 +171,9 @@ def _clone(source: GitSource, place: Path, pauses_s: Sequence[float]) -> None:
 
 
 def _git(source: GitSource, place: Path, arguments: Sequence[str], pauses_s: Sequence[float]) -> None:
-    env = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=20"}
+    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=20"}
+    env = {**os.environ, **quiet, **_credentials(source.git, os.environ)}
+    address = without_password(source.git)
     argv = ("git", "-c", "advice.detachedHead=false", "-C", str(place), *arguments)
     for pause_s in (*pauses_s, None):
         try:
@@ -179,15 +183,36 @@ def _git(source: GitSource, place: Path, arguments: Sequence[str], pauses_s: Seq
         except FileNotFoundError:
             raise JobError("source: git is needed, found none", hint="install git, or give an `archive`") from None
         except subprocess.TimeoutExpired:
-            raise _unreachable(source.git, f"no end within {_GIT_LIMIT_S:.0f}s") from None
+            raise _unreachable(address, f"no end within {_GIT_LIMIT_S:.0f}s") from None
         if done.returncode == 0:
             return
         said = _last(done.stderr.decode(errors="replace").splitlines())
         if not _CONNECTION.search(said):
-            raise JobError(f"source: {source.git} at {source.ref}: git {arguments[0]}: {said}", hint=_git_hint(said))
+            raise JobError(f"source: {address} at {source.ref}: git {arguments[0]}: {said}", hint=_git_hint(said))
         if pause_s is None:
-            raise _unreachable(source.git, said)
+            raise _unreachable(address, said)
         time.sleep(pause_s)
+
+
+def _credentials(address: str, outer: Mapping[str, str]) -> Mapping[str, str]:
+    """
+    User and password of an address, as an environment in which git finds them for this server only: argv is
+    everybody's to read, and git hands an address to programs of its own.
+    """
+    parts = urlsplit(address)
+    if parts.scheme not in {"http", "https"} or "@" not in parts.netloc:
+        return {}
+    login, _, host = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    key, first = f"credential.{parts.scheme}://{host}.helper", int(outer.get("GIT_CONFIG_COUNT") or 0)
+    given = {
+        "GIT_CONFIG_COUNT": str(first + 2),
+        "RUNNER_GIT_USER": unquote(user),
+        "RUNNER_GIT_PASSWORD": unquote(password),
+    }
+    for number, value in enumerate(("", _HELPER), first):  # the empty one: ask no other
+        given |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return given
 
 
 def _git_hint(said: str) -> str:
@@ -211,7 +236,7 @@ def _unpack(source: ArchiveSource, place: Path, config_dir: Path, pauses_s: Sequ
             download.unlink()
         case _:
             raise JobError(
-                f"source: archive: expected a path, file:// or https://, got {source.archive!r}",
+                f"source: archive: expected a path, file:// or https://, got {without_password(source.archive)!r}",
                 hint="s3:// is not supported here yet: give a presigned https:// address, or use `git`",
             )
 
@@ -223,34 +248,37 @@ def _is_safe(url: str) -> bool:
 
 
 def _download(url: str, path: Path, pauses_s: Sequence[float]) -> None:
+    shown = without_password(url)
     for pause_s in (*pauses_s, None):
         try:
             _fetch(url, path)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code < 500 and error.code != 429:  # noqa: PLR2004  # the server's own trouble, or too many of us
-                raise JobError(f"source: {url}: the server answered {error.code} {error.reason}") from None
+                raise JobError(f"source: {shown}: the server answered {error.code} {error.reason}") from None
             failure = f"the server answered {error.code} {error.reason}"
         except (OSError, EOFError) as error:
             failure = str(error)
         else:
             return
         if pause_s is None:
-            raise _unreachable(url, failure)
+            raise _unreachable(shown, failure)
         time.sleep(pause_s)
 
 
 def _fetch(url: str, path: Path) -> None:
     with urllib.request.urlopen(url, timeout=_SOCKET_LIMIT_S) as answer, path.open("wb") as file:  # noqa: S310  # checked
         if not _is_safe(answer.url):
-            raise JobError(f"source: {url}: leads to {answer.url}, expected https://")
+            raise JobError(
+                f"source: {without_password(url)}: leads to {without_password(answer.url)}, expected https://"
+            )
         length = int(answer.headers.get("Content-Length") or -1)
         got = 0
         while piece := answer.read(1 << 20):
             file.write(piece)
             got += len(piece)
             if got > MAX_BYTES:
-                raise JobError(f"source: {url}: larger than {MAX_BYTES / 1e9:.0f} GB")
+                raise JobError(f"source: {without_password(url)}: larger than {MAX_BYTES / 1e9:.0f} GB")
         if got < length:
             raise EOFError(f"{got} of {length} bytes came")
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from runner.cli.events import describe as describe_event
+from runner.cli.load import load_job
+from runner.cli.loop import identity
 from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
 from runner.cli.status import describe
@@ -263,6 +265,24 @@ def test_validate_says_what_would_happen(tmp_path, cli):
         "12h; then the server stops",
     ):
         assert expected in done.stdout
+
+
+def test_a_password_in_an_address_is_warned_of_and_not_written_down(tmp_path, cli):
+    """
+    The run folder goes into the bucket, and what makes a job this job is printed.
+    """
+    (tmp_path / "job.yaml").write_text(
+        "name: a\ncommand: t.py\nsource: {git: 'http://me:SECRET@127.0.0.1:9/x.git'}\n"
+        "offload: {to: 's3://b/p', endpoint: 'http://SECRET@127.0.0.1:9'}\n"
+    )
+
+    warned = json.loads(cli("validate", "job.yaml", "--json").stdout)["warnings"]
+    job = load_job(str(tmp_path / "job.yaml"), {"VRAMFARM_WORKSPACE": str(tmp_path)}).job
+    written = job.without_passwords().model_dump_json() + json.dumps(identity(job))
+
+    assert ["source", "offload.endpoint"] == [warning.split(":")[0] for warning in warned]
+    assert "SECRET" not in written
+    assert "http://127.0.0.1:9/x.git" in written
 
 
 def test_validate_warns_when_nothing_leaves_the_machine(tmp_path, cli):

@@ -1,3 +1,4 @@
+import base64
 import http.server
 import io
 import os
@@ -8,7 +9,11 @@ import tarfile
 import threading
 import venv
 import zipfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
 
 import pytest
 
@@ -142,6 +147,53 @@ def test_a_server_that_is_not_reached_may_be_reached_later(fetch):
     """
     with pytest.raises(ConnectionError, match="Failed to connect"):
         fetch(GitSource(git="http://127.0.0.1:9/x.git"))
+
+
+TOKEN = "t%40ken%2FSECRET"  # as an address has it
+
+
+class Guarded(http.server.SimpleHTTPRequestHandler):
+    """A private repository, as files. Whenever it is asked it notes whose command line has the token."""
+
+    seen: ClassVar[list[bytes]] = []
+    served: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                self.seen.extend(line for line in [path.read_bytes()] if b"SECRET" in line)
+        wanted = base64.b64encode(f"user:{unquote(TOKEN)}".encode()).decode()
+        if self.headers["Authorization"] != f"Basic {wanted}":
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="private"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.served.append(self.path)
+        super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_password_in_an_address_is_for_its_server_only(fetch, repository):
+    """
+    The private repository comes, with no command line that has the token; a wrong one is said without it.
+    """
+    git(repository, "update-server-info")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Guarded, directory=repository)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{server.server_port}/.git"
+
+        folder = fetch(GitSource(git=f"http://user:{TOKEN}@{host}", ref="v1"))
+        with pytest.raises(JobError, match=f"source: http://{host} at v1: .*Authentication failed") as caught:
+            fetch(GitSource(git=f"http://user:SECRET-too@{host}", ref="v1"), digest="d2")
+        server.shutdown()
+
+    assert ("one", []) == ((folder / "train.py").read_text(), Guarded.seen)
+    assert Guarded.served
+    assert "SECRET" not in f"{caught.value} {caught.value.hint}"
+    assert "SECRET" not in "".join(path.read_text() for path in (folder / ".git").rglob("*") if path.name == "config")
 
 
 def test_half_a_clone_is_not_taken_for_the_code(fetch, repository, tmp_path):
