@@ -120,12 +120,13 @@ def _is_below_us(pid: int, found: Mapping[int, tuple[int, int]]) -> bool:
 
 
 def _is_marked(pid: int) -> bool | None:
-    """Whether it has the attempt's environment; None: it is gone, or somebody else's, whom we cannot end."""
+    """Whether it has the attempt's environment; None: it is gone, somebody else's, whom we cannot end, or a saver, which outlives us."""
     mark = f"VRAMFARM_ATTEMPT_ID={os.environ.get('VRAMFARM_ATTEMPT_ID')}".encode()
     try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
+    return None if b"VRAMFARM_ROLE=saver" in entries else mark in entries
 
 
 def _read_ahead(checkpoint: str) -> None:

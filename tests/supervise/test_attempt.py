@@ -168,15 +168,15 @@ def test_killing_ends_every_trainer_and_keeps_the_exit(spec):
 
 
 DAEMONS = """
-import subprocess, sys
-for env in ({}, None):
+import os, subprocess
+for env in ({}, None, {**os.environ, "VRAMFARM_ROLE": "saver"}):
     subprocess.Popen(["sleep", "61"], env=env, start_new_session=True)
 """
 
 
 def test_a_daemon_that_outlives_the_launcher_is_named_and_ended(spec):
     """
-    Also one with an environment and a session of its own, which nobody finds by the attempt's mark.
+    Also one with an environment and a session of its own, which nobody finds by the attempt's mark; a saver has its time.
     """
     attempt.start(replace(spec, argv=python(DAEMONS)))
     until((spec.folder / "exit.json").exists)
@@ -189,7 +189,9 @@ def test_a_daemon_that_outlives_the_launcher_is_named_and_ended(spec):
 
     assert (2, 1) == (len(live.trainers), len(marked))
     assert {f"{pid} sleep 61" for pid in live.trainers} == set(live.left)
-    assert ((), None) == (left, attempt.live(spec.id, spec.folder))
+    after = attempt.live(spec.id, spec.folder)
+    assert ((), (), live.savers) == (left, after.trainers, after.savers)
+    attempt.kill(spec.id, savers=True)
 
 
 def test_killing_spares_the_saver(spec, marker, run_python):
