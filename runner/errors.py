@@ -8,6 +8,11 @@ A message says where, what was expected, what was found; `hint` says what to do.
 from typing import ClassVar
 
 
+def one_line(text: str) -> str:
+    """Names and words of others, as they may stand in a message: nothing in them moves a cursor or begins a line."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 class RunnerError(Exception):
     """Something unexpected; a bug report is written."""
 

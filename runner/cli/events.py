@@ -54,7 +54,8 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     """Machine after machine, in the order of their coming: their clocks are not compared."""
     refuse_follow(args)
     run = open_run(address)
-    keys = sorted(e.key for e in run.store.list(f"{run.job}/machines/") if e.key.endswith(f"/{_JOURNAL}"))
+    found = (e.key for e in run.store.list(f"{run.job}/machines/") if e.key.endswith(f"/{_JOURNAL}"))
+    keys = sorted(key for key in found if key.split("/")[-2].isdecimal())
     if not keys:
         raise StoreError(
             f"{address}: expected the journal of a machine, found none",

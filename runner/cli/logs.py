@@ -54,7 +54,7 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     refuse_follow(args)
     run = open_run(address)
     sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
-    numbers = sorted({key.split("/")[2] for key in sizes})
+    numbers = sorted({name for key in sizes if (name := key.split("/")[2]).removeprefix("attempt-").isdecimal()})
     wanted = numbers[-1:] if args.attempt is None else [n for n in numbers if n == f"attempt-{args.attempt:04d}"]
     if not wanted:
         known = ", ".join(number.removeprefix("attempt-").lstrip("0") for number in numbers) or "none"

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from runner.errors import one_line
 from vramfarm.protocol import DAMAGED, REMOVED, SAVER_LOCK, TEMPORARY, is_name
 
 _EXAMPLES: Final = 3
@@ -61,7 +62,7 @@ def find_unsaved(
         if number >= _MAX_ENTRIES:
             found.append(f"{folder} (more files than were looked at)")
         elif entry.st_mtime >= max(since.timestamp(), _fetched_at(path, run_dir)):
-            found.append(str(path.relative_to(folder)))
+            found.append(one_line(str(path.relative_to(folder))))
         if len(found) >= _EXAMPLES or number >= _MAX_ENTRIES:
             break
     return tuple(found)

@@ -8,8 +8,10 @@ any two operations, so nobody in this room opens a file for writing but here.
 import ctypes
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,6 +21,7 @@ from typing import Final
 _NOT_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE: Final = 0x40049409  # linux/fs.h
 _NOT_RESERVED: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_OWN: Final = re.compile(r"\.vramfarm-[0-9a-f]{32}\.[a-z0-9.]+")
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # os.posix_fallocate would write, where it cannot be had
 
 
@@ -157,11 +160,32 @@ def write_durable(disk: Disk, path: Path, data: bytes) -> None:
     disk.sync(path.parent)
 
 
+def own_path(path: Path, ending: str) -> Path:
+    """
+    A place beside a file for what we need there meanwhile: never that of another file, whatever that is called
+    (`is_own_name`), and never too long, where a name with something added may be.
+    """
+    return path.with_name(f".vramfarm-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}.{ending}")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether `own_path` may have given this name to a file: nothing else is stored under such a one."""
+    return _OWN.fullmatch(name) is not None
+
+
+LINK: Final = "expected a folder, got a link"
+
+
 def lstat_inside(folder: Path, path: str) -> os.stat_result:
     """As `lstat`, but no folder on the way may be a link: it would lead out of `folder`."""
-    *folders, _ = path.split("/")
-    for depth in range(1, len(folders) + 1):
-        between = folder.joinpath(*folders[:depth])
-        if between.is_symlink():
-            raise NotADirectoryError(errno.ENOTDIR, "expected a folder, got a link", str(between))
+    expect_no_link(folder, path)
     return (folder / path).lstat()
+
+
+def expect_no_link(folder: Path, path: str) -> None:
+    """`NotADirectoryError` if a folder on the way to `path` is a link."""
+    between = folder
+    for part in path.split("/")[:-1]:
+        between /= part
+        if between.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, LINK, str(between))

@@ -35,3 +35,14 @@ def commit(
     manifest = fill(temporary, step, lineage=lineage, shards=shards)
     directory.adopt(temporary, manifest)
     return manifest
+
+
+ODD_NAMES = [
+    "ideo\u3000space",
+    "nbsp\u00a0x",
+    "fam\U0001f468\u200d\U0001f469",
+    "two\nlines",
+    "tab\tx",
+    "\x7f",
+    "L" * 250,
+]

@@ -83,8 +83,8 @@ class LateStore:
         content = self._seen(key)
         return None if content is None else Head(size_bytes=len(content), crc32=None)
 
-    def list(self, prefix):
-        there = {entry.key: entry for entry in self._inner.list(prefix)}
+    def list(self, prefix, left_out=lambda _: None):
+        there = {entry.key: entry for entry in self._inner.list(prefix, left_out)}
         for key in sorted(there.keys() | {key for key in self._history if key.startswith(prefix)}):
             content, entry = self._seen(key), there.get(key)
             if content is not None:

@@ -15,7 +15,7 @@ import pytest
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file, is_sum_of_parts
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_store, transfer
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
@@ -523,11 +523,11 @@ def test_in_a_folder_the_same_bytes_have_two_names(directory, tmp_path):
     second = commit(directory, 200, shards=FROZEN).ref
     place = origin.parent.parent / second.name
     place.mkdir()
-    (place / "frozen.unfinished").hardlink_to(origin)  # as a kill leaves it
+    own_path(place / "frozen", "unfinished").hardlink_to(origin)  # as a kill leaves it
     copied = transfer.upload(store, "job", directory, second, ignore)
     changed = commit(directory, 300, shards=FROZEN | {"frozen": LARGE[::-1]}).ref
     (origin.parent.parent / changed.name).mkdir()
-    (origin.parent.parent / changed.name / "frozen.unfinished").hardlink_to(origin)
+    own_path(origin.parent.parent / changed.name / "frozen", "unfinished").hardlink_to(origin)
     transfer.upload(store, "job", directory, changed, ignore)
 
     assert len(LARGE) == copied

@@ -15,12 +15,14 @@ import pytest
 from runner.job import OffloadPolicy
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, is_own_name, own_path
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.outputs import INDEX, copy_outputs
-from runner.storage.offsite.staging import Item, is_staged, stage
+from runner.storage.offsite.staging import Item, _expect_apart, _File, _Pieces, is_staged, stage
 from tests.faultproxy import FaultProxy
+from tests.s3server import BUCKET
+from tests.storage.examples import ODD_NAMES
 from tests.storage.moving import ignore
 from vramfarm.protocol import CHUNK_BYTES
 
@@ -143,6 +145,121 @@ def test_nothing_there_and_two_for_one_place_are_final(origin, tmp_path):
     assert (True, "data.from" in missing.value.hint, True) == (missing.value.final, True, twice.value.final)
 
 
+def test_a_file_whose_name_is_anothers_with_something_added_is_another_file(origin, tmp_path):
+    """
+    What is under way has a place that no file of the data can have: each file ends with its own bytes.
+    """
+    names = [f"{number:02}{ending}" for number in range(12) for ending in ("", ".staging", ".part", ".unfinished")]
+    corpus = {f"x/{name}": name.encode() for name in names} | {"x/big": LARGE, "x/big.staging": LARGE[::-1]}
+    origin.fill(tmp_path, corpus)
+    found = origin.stage(Item(source=f"{origin.offload.to}/x", to=str(origin.to / "x")))
+
+    assert corpus == contents(origin.to)
+    assert len(corpus) == found.num_files
+
+
+def test_any_name_that_a_file_may_have_comes_in(origin, tmp_path):
+    """
+    Of Japanese, Chinese and Word: a name that was left out silently would be a part of the corpus that is missing.
+    """
+    origin.fill(tmp_path, {f"odd/{name}": name.encode() for name in ODD_NAMES})
+    told = []
+    origin.stage(Item(source=f"{origin.offload.to}/odd", to=str(origin.to)), progress=lambda _, note: told.append(note))
+
+    assert {name: name.encode() for name in ODD_NAMES} == contents(origin.to)
+    assert [] == [note for note in told if not note.isprintable()]
+
+
+def test_what_can_be_no_file_here_is_refused_by_name(request, tmp_path):
+    """
+    With their number, before anything is fetched: a link leads elsewhere, a pipe never ends, a name is too long.
+    """
+    origin = Origin(request, tmp_path, "file")
+    origin.fill(tmp_path, CORPUS)
+    (tmp_path / "origin" / "link\x1b").symlink_to("empty")
+    (tmp_path / "origin" / "folder").symlink_to("train")
+    os.mkfifo(tmp_path / "origin" / "pipe")
+    with pytest.raises(OffsiteError, match="found 3 that can be none here: ") as caught:
+        origin.stage()
+
+    told = str(caught.value)
+    assert ("link? (a link)" in told, "folder (a link)" in told, "pipe (no plain file)" in told) == (True,) * 3
+    assert (True, []) == (caught.value.final, origin.reads)
+
+
+def test_a_name_that_no_disk_takes_is_refused_by_name(request, s3server, tmp_path):
+    """
+    A store takes longer ones.
+    """
+    origin = Origin(request, tmp_path, "s3")
+    prefix = origin.offload.to.removeprefix(f"s3://{BUCKET}/")
+    s3server.client().put_object(Bucket=BUCKET, Key=prefix + "/" + "\u3000" * 90, Body=b"")
+    with pytest.raises(OffsiteError, match=r"found 1 that can be none here: +\(too long\)") as caught:
+        origin.stage()
+
+    assert caught.value.final
+
+
+def test_a_file_that_is_a_folder_too_and_a_name_of_ours_are_refused(origin, tmp_path):
+    """
+    A store may have both `a` and `a/b`, a disk cannot; before anything is fetched.
+    """
+    at, ours = origin.offload.to, own_path(Path("x"), "part").name
+    origin.fill(tmp_path, {"one": b"1"})
+    with pytest.raises(OffsiteError, match=r"expected a file or a folder for .*/a, found both") as both:
+        origin.stage(Item(source=f"{at}/one", to=f"{tmp_path}/a"), Item(source=f"{at}/train", to=f"{tmp_path}/a"))
+    with pytest.raises(OffsiteError, match=r"found one of this tool's") as own:
+        origin.stage(Item(source=f"{at}/one", to=f"{tmp_path}/b/{ours}"))
+
+    assert (True, True, []) == (both.value.final, own.value.final, origin.reads)
+
+
+def test_two_places_that_are_one_are_told(request, tmp_path):
+    """
+    Folders may be links, and some disks take `A` for `a`: what came later would stand for both.
+    """
+    origin = Origin(request, tmp_path, "file")
+    origin.fill(tmp_path, CORPUS)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    at = f"{origin.offload.to}/train"
+    with pytest.raises(OffsiteError, match=r"expected one source for .*/link/.*, found two") as linked:
+        origin.stage(Item(source=at, to=f"{tmp_path}/real"), Item(source=at, to=f"{tmp_path}/link"))
+    (tmp_path / "A").write_bytes(b"1")
+    (tmp_path / "a").hardlink_to(tmp_path / "A")  # as a disk shows them that does not tell them apart
+    now = datetime.now(UTC)
+    files = [_File(store=None, key=n, target=tmp_path / n, size_bytes=1, modified_at=now) for n in ("A", "a")]
+    with pytest.raises(OffsiteError, match="this disk takes both names for one") as caught:
+        _expect_apart(files)
+
+    assert (True, True) == (linked.value.final, caught.value.final)
+
+
+@pytest.mark.parametrize("torn", ["1", "1 ", "1 12", "x y.", "1 2 3.", "99 7.", "\x00\x00"], ids=repr)
+def test_a_torn_note_of_a_piece_is_none(request, tmp_path, torn):
+    """
+    A disk that was full leaves the beginning of a line; the next life's notes come behind it.
+    """
+    origin = Origin(request, tmp_path, "file")
+    origin.fill(tmp_path, CORPUS)
+    target = origin.to / "train" / "0.bin"
+    entry = next(e for e in open_store(origin.offload, origin.env).list("train/0") if e.key == "train/0.bin")
+    file = _File(
+        store=None, key="train/0.bin", target=target, size_bytes=entry.size_bytes, modified_at=entry.modified_at
+    )
+    target.parent.mkdir(parents=True)
+    file.part.write_bytes(bytes(len(LARGE)))
+    _Pieces(file, tmp_path, "boot")
+    file.part.write_bytes(bytes(len(LARGE)))
+    with next(tmp_path.glob("*.pieces")).open("a") as notes:
+        notes.write(f"\n{torn}")
+    pieces = _Pieces(file, tmp_path, "boot")
+    file.part.write_bytes(bytes(len(LARGE)))
+    pieces.note(2, 7)
+
+    assert {2: 7} == _Pieces(file, tmp_path, "boot").known
+
+
 def test_pieces_of_a_large_file_are_not_fetched_again(origin):
     """
     Those of this boot; after another one, what was not durable may be anything.
@@ -208,7 +325,7 @@ def test_after_a_reboot_a_half_fetched_file_is_fetched_anew(origin):
     """
     Its notes were written by a machine that may have lost the bytes.
     """
-    part = origin.to / "train" / "0.bin.staging"
+    part = own_path(origin.to / "train" / "0.bin", "part")
     part.parent.mkdir(parents=True)
     part.write_bytes(bytes(len(LARGE)))
     notes = origin.run_dir / ".staging"
@@ -217,7 +334,7 @@ def test_after_a_reboot_a_half_fetched_file_is_fetched_anew(origin):
     name = hashlib.sha256(str(origin.to / "train" / "0.bin").encode()).hexdigest()[:16]
     stamp = round(entry.modified_at.timestamp() * 1_000_000) * 1000
     (notes / f"{name}.pieces").write_text(
-        f'["{origin.to / "train" / "0.bin"}", {len(LARGE)}, {stamp}, "an older boot"]\n0 0\n1 0\n2 0\n3 0\n'
+        f'["{origin.to / "train" / "0.bin"}", {len(LARGE)}, {stamp}, "an older boot"]\n0 0.\n1 0.\n2 0.\n3 0.'
     )
     origin.stage(boot_id="boot")
 
@@ -287,7 +404,7 @@ def test_a_killed_staging_goes_on(request, s3server, tmp_path):
                 reader.submit(process.stdout.readline).result(timeout=60)
                 reader.submit(process.stdout.readline).result(timeout=60)
             process.send_signal(signal.SIGKILL)
-        whole = {name: body for name, body in contents(origin.to).items() if not name.endswith(".staging")}
+        whole = {name: body for name, body in contents(origin.to).items() if not is_own_name(Path(name).name)}
         assert whole.items() <= corpus.items()
     origin.stage()
 
@@ -366,13 +483,13 @@ def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store,
 
 def test_what_cannot_be_copied_is_told(store, board, tmp_path):
     """
-    Names that are no keys; links lead elsewhere and are no files. A folder that is not there has nothing.
+    Names that the store cannot have; links lead elsewhere and are no files. A folder that is not there has nothing.
     """
-    (board / "two\nlines").write_bytes(b"")
+    (board / own_path(Path("x"), "guard").name).write_bytes(b"")
     (board / "link").symlink_to("/etc/passwd")
     found = copy_outputs(store, "job", [board, tmp_path / "not-there"], tmp_path / "run", ignore)
 
-    assert (f"{board}/two?lines: a name that cannot be a key",) == found.left
+    assert (f"{board}/{own_path(Path('x'), 'guard').name}: a name that cannot be a key",) == found.left
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
 
 

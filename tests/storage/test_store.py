@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -13,7 +14,7 @@ from botocore.exceptions import ClientError
 
 from runner.job import OffloadPolicy
 from runner.storage.checksums import combine, describe_file
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Checksums, Head, Version
 from runner.storage.offsite.file import FileStore
@@ -22,6 +23,7 @@ from runner.storage.offsite.transfer import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy
+from tests.storage.examples import ODD_NAMES
 from tests.storage.late import LateStore
 from vramfarm.protocol import CHUNK_BYTES
 
@@ -98,8 +100,8 @@ def test_a_run_whose_writers_were_killed_is_removed_to_the_last_folder(tmp_path)
     logs, other = tmp_path / "store/job/logs/attempt-0001", tmp_path / "store/other/logs"
     for folder in (logs, tmp_path / "store/job/machines/0001", other):
         folder.mkdir(parents=True)
-    (logs / "launcher.log.unfinished").write_text("half of")
-    (tmp_path / "store/job/.refusal.json.guard").touch()
+    own_path(logs / "launcher.log", "unfinished").write_text("half of")
+    own_path(tmp_path / "store/job/refusal.json", "guard").touch()
     time.sleep(0.02)  # what is begun now is somebody else's
     remove_run(store, "job")
 
@@ -276,6 +278,29 @@ def test_what_was_deleted_is_gone_and_may_be_deleted_again(store):
     assert ["job/a/2"] == soon(lambda: keys(store, "job/"), ["job/a/2"])
 
 
+def test_names_that_a_file_may_have_are_keys(store):
+    """
+    Whatever a person, or Word, made of them: they come back as they went.
+    """
+    for name in ODD_NAMES:
+        store.put(f"job/{name}", name.encode())
+
+    assert sorted(f"job/{name}" for name in ODD_NAMES) == soon(
+        lambda: keys(store, "job/"), sorted(f"job/{name}" for name in ODD_NAMES)
+    )
+    assert [name.encode() for name in ODD_NAMES] == [store.get(f"job/{name}") for name in ODD_NAMES]
+
+
+def test_a_refusal_of_a_hostile_name_is_one_line(store):
+    """
+    It ends on a terminal.
+    """
+    with pytest.raises(OffsiteError) as caught:
+        store.read("job/\x1b[2J\nfake", 0, 1)
+
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("key", ["../x", "/etc/x", "job/../../x", "job//x", "", "job/./x", "job/\ud800"])
 def test_a_key_that_leads_elsewhere_is_refused(store, key):
     """
@@ -373,13 +398,61 @@ def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
     """
     store = open_store(OffloadPolicy(to=f"file://{tmp_path}/store"), {})
     store.put("job/a/1", b"1")
-    for name, begun_at in (("1.unfinished", 0), ("2.unfinished", time.time() + 60)):
-        (tmp_path / "store/job/a" / name).write_bytes(b"half")
-        os.utime(tmp_path / "store/job/a" / name, (begun_at, begun_at))
+    old, young, theirs = (tmp_path / "store/job/a" / name for name in ("1", "2", "3.unfinished"))
+    old, young = own_path(old, "unfinished"), own_path(young, "unfinished")
+    for path, begun_at in ((old, 0), (young, time.time() + 60), (theirs, 0)):
+        path.write_bytes(b"half")
+        os.utime(path, (begun_at, begun_at))
     store.abort("job/", datetime.now(UTC))
 
-    assert ["1", "2.unfinished"] == sorted(path.name for path in (tmp_path / "store/job/a").iterdir())
-    assert ["job/a/1"] == [entry.key for entry in store.list("job/")]
+    assert {"1", "3.unfinished", young.name} == {path.name for path in (tmp_path / "store/job/a").iterdir()}
+    assert ["job/a/1", "job/a/3.unfinished"] == keys(store, "job/")
+
+
+def test_a_file_store_has_no_names_of_its_own_among_the_objects(tmp_path):
+    """
+    A copy that is under way, and a lock, lie where no object can: each of these is an object like any other.
+    """
+    store, names = FileStore(tmp_path / "store", Disk()), ["a.unfinished", ".a.guard", "a", "a.staging"]
+    for name in (*names, "a"):
+        store.put_if(f"job/{name}", name.encode(), None) or store.put(f"job/{name}", name.encode())
+    with pytest.raises(OffsiteError, match="plain relative path"):
+        store.put(f"job/{own_path(Path('a'), 'guard').name}", b"")
+
+    assert sorted(f"job/{name}" for name in names) == keys(store, "job/")
+    assert [name.encode() for name in names] == [store.get(f"job/{name}") for name in names]
+
+
+def test_nothing_is_written_or_removed_through_a_link_in_a_store(tmp_path):
+    """
+    Somebody who may write there lays a link that leads out of it.
+    """
+    outside, store = tmp_path / "outside", FileStore(tmp_path / "store", Disk())
+    outside.mkdir()
+    (outside / "keys").write_bytes(b"theirs")
+    (own_path(outside / "x", "unfinished")).write_bytes(b"")
+    store.put("job/real", b"1")
+    (tmp_path / "store/job/logs").symlink_to(outside)
+    shard = write(tmp_path / "shard", b"evil")
+    for call in (
+        lambda: store.put("job/logs/keys", b"evil"),
+        lambda: store.put_new("job/logs/new", b"evil"),
+        lambda: store.put_if("job/logs/new", b"evil", None),
+        lambda: store.put_file("job/logs/deep/er", tmp_path / "shard", shard, ignore),
+        lambda: store.copy("job/real", "job/logs/copy", shard),
+        lambda: store.delete("job/logs/keys"),
+        lambda: store.read("job/logs/keys", 0, 9),
+        lambda: list(store.list("job/logs/")),
+        lambda: store.abort("job/logs/", datetime.now(UTC)),
+    ):
+        with pytest.raises(OffsiteError, match="expected a folder, got a link") as caught:
+            call()
+        assert "remove the link" in caught.value.hint
+    store.abort("job/", datetime.now(UTC))
+
+    assert {"keys": b"theirs", own_path(outside / "x", "unfinished").name: b""} == {
+        path.name: path.read_bytes() for path in outside.iterdir()
+    }
 
 
 def test_abort_forgets_a_run_that_came_to_nothing(tmp_path):
@@ -496,14 +569,21 @@ def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path
     assert not caught.value.final
 
 
-def test_keys_that_no_file_could_have_are_left_out(s3store, s3server):
+def test_keys_that_no_file_could_have_are_handed_to_whoever_asks(s3store, s3server):
     """
-    They come from somebody else, and would be spelled in messages and paths.
+    They come from somebody else; what stands for a folder, as web consoles make them, is no object.
     """
+    told = []
     s3store.put("job/good", b"")
-    s3server.client().put_object(Bucket=BUCKET, Key=f"{s3store._prefix}job/two\nlines", Body=b"")
+    s3server.client().put_object(Bucket=BUCKET, Key=f"{s3store._prefix}job/folder/", Body=b"")
+    odd = ["a//b", "../up", "./here", "half/", "", "/"]  # this server makes others of these, AWS does not
+    found = [{"Key": f"{s3store._prefix}job/{key}", "Size": key == "half/", "LastModified": None} for key in odd]
+    s3store._client.meta.events.register(
+        "after-call.s3.ListObjectsV2", lambda parsed, **_: parsed["Contents"].extend(found)
+    )
 
-    assert ["job/good"] == [entry.key for entry in s3store.list("job/")]
+    assert ["job/good"] == [entry.key for entry in s3store.list("job/", told.append)]
+    assert ["job/a//b", "job/../up", "job/./here", "job/half/"] == told
 
 
 @pytest.mark.parametrize("num_cuts", [1, 3])
@@ -627,12 +707,13 @@ def test_what_killed_looks_left_is_swept_by_the_next(s3_offload, s3server, tmp_p
     uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)["Uploads"]
     folder = tmp_path / "store"
     folder.mkdir()
-    for name, age_s in (("..probe-killed.guard", 4000), ("..probe-young.guard", 0)):
-        (folder / name).touch()
-        os.utime(folder / name, (time.time() - age_s,) * 2)
+    killed, young_one = (own_path(folder / name, "guard") for name in (".probe-killed", ".probe-young"))
+    for path, age_s in ((killed, 4000), (young_one, 0)):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
     open_store(OffloadPolicy(to=f"file://{folder}"), {}).probe()
 
     assert [".probe-killed", ".probe-mine", "job"] == young
     assert [".probe-mine", "job"] == sorted(entry.key for entry in store.list(""))
     assert [f"{prefix}job"] == [upload["Key"] for upload in uploads]
-    assert ["..probe-young.guard"] == [path.name for path in folder.iterdir()]
+    assert [young_one] == [*folder.iterdir()]

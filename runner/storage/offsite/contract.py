@@ -1,5 +1,6 @@
 """What a store is to the rest of this room, and the two ways in which it can fail."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -8,12 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
-from runner.errors import StoreError
+from runner.errors import StoreError, one_line
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from vramfarm.checksum import crc32
-from vramfarm.protocol import CHUNK_BYTES, Shard, is_inside
+from vramfarm.protocol import CHUNK_BYTES, Shard
 
 Sent = Callable[[int], None]  # called with a number of bytes, from any thread
+LeftOut = Callable[[str], None]  # called with what a list leaves out, in words
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -73,7 +75,7 @@ class OffsiteError(StoreError):
     def __init__(
         self, message: str, *, hint: str = "", final: bool, curable: bool = False, damaged: bool = False
     ) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(one_line(message), hint=one_line(hint))
         self.final = final
         self.curable = curable
         self.damaged = damaged
@@ -203,8 +205,11 @@ class Store(Protocol):
         """
         ...
 
-    def list(self, prefix: str) -> Iterator[Entry]:
-        """Everything below a prefix, in no order; keys that are not plain relative paths are left out."""
+    def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
+        """
+        Everything below a prefix, in no order, but for what can be no file below a folder (`is_key`), and what
+        is none: a link, a pipe. That is handed to `left_out`.
+        """
         ...
 
     def head(self, key: str) -> Head | None:
@@ -221,8 +226,15 @@ class Store(Protocol):
 
 
 def is_key(key: str) -> bool:
-    """Whether a key can be a file's path below a folder, and has one spelling only."""
-    return is_inside(f"x/{key}")  # below a folder any name will do, MANIFEST.json too
+    """
+    Whether a key can be a file's path below a folder, and has one spelling only. Any sign may be in it that a path
+    may have: whoever shows it to people shows `one_line` of it.
+    """
+    try:
+        os.fsencode(key)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in key and not {"", ".", ".."}.intersection(key.split("/"))
 
 
 def agrees(head: Head, shard: Shard) -> bool | None:

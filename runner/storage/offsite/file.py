@@ -1,8 +1,9 @@
 """
 A folder as a store: a network disk, a second disk, a test.
 
-A file is written beside its place, synced, renamed, and its folder synced. The folder keeps
-no checksums, so `head` has none, and whoever wants to be sure reads the bytes back.
+A file is written beside its place, under a name that no object has, synced, renamed, and its
+folder synced. The folder keeps no checksums, so `head` has none, and whoever wants to be sure
+reads the bytes back. No link is followed, whoever laid it there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Final
 
-from runner.storage.disk import Disk, lstat_inside, pages
+from runner.storage.disk import LINK, Disk, expect_no_link, is_own_name, lstat_inside, own_path, pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
@@ -30,6 +32,7 @@ from runner.storage.offsite.contract import (
     Checksums,
     Entry,
     Head,
+    LeftOut,
     OffsiteError,
     Sent,
     Version,
@@ -38,8 +41,8 @@ from runner.storage.offsite.contract import (
 )
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
-_UNFINISHED: Final = ".unfinished"
-_GUARD: Final = ".guard"  # a lock file beside what `put_if` replaces
+_UNFINISHED: Final = "unfinished"
+_GUARD: Final = "guard"  # a lock file beside what `put_if` replaces
 _OURS: Final = "may this user write there?"
 _FULL: Final = "free some space there, or lower offload.keep_last"
 # What only a person mends, and how; all else, such as ESTALE and EIO of a network disk, may pass by itself.
@@ -55,6 +58,7 @@ _CURES: Final[Mapping[int, str]] = {
     errno.ELOOP: "correct offload.to: its links lead in a circle",
     errno.ENAMETOOLONG: "correct offload.to, or give the job a shorter name",
 }
+_NO_LINK: Final = "remove the link, or name the folder that it leads to: nothing is stored or read through one"
 _CURABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})  # some network disks
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
@@ -86,9 +90,9 @@ class FileStore:
                     raise
                 is_guarded = False
             finally:
-                self._disk.remove(_guard_of(target))
-            for left in target.parent.glob(f".{PROBE}*{_GUARD}"):
-                if _is_left(left, before):
+                self._disk.remove(own_path(target, _GUARD))
+            for left in target.parent.iterdir():
+                if is_own_name(left.name) and _is_left(left, before):
                     self._disk.remove(left)
         return Abilities(checksums=Checksums.NONE, conditional=is_guarded)
 
@@ -108,7 +112,7 @@ class FileStore:
 
     def put_new(self, key: str, content: bytes) -> bool:
         with self._place(key) as (_, target):
-            temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}{_UNFINISHED}")  # others may write, too
+            temporary = own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")  # others may write, too
             self._disk.write(temporary, content)
             self._disk.sync(temporary)
             try:
@@ -135,7 +139,7 @@ class FileStore:
             there = self.get_version(key)
             if tag != (there.tag if there else None):
                 return None
-            temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}{_UNFINISHED}")
+            temporary = own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")
             self._disk.write(temporary, content)
             self._commit(temporary, target)
             return _tag(content)
@@ -143,7 +147,7 @@ class FileStore:
     @contextmanager
     def _guarded(self, target: Path) -> Iterator[None]:
         """Nobody else replaces it meanwhile; the lock goes with its process. A disk without locks is an error: `probe` tells."""
-        with _guard_of(target).open("ab") as file:
+        with own_path(target, _GUARD).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -173,31 +177,39 @@ class FileStore:
         return self.read(key, 0, head.size_bytes)
 
     def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        with self._plain_words(key), self._path(key).open("rb") as file:
+        with self._plain_words(key), BufferedReader(self._open(key)) as file:
             file.seek(offset)
             return file.read(num_bytes)
 
     def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
-        with self._plain_words(key), self._path(key).open("rb", buffering=0) as file:
+        with self._plain_words(key), self._open(key) as file:
             file.seek(offset)
             memory = pages(BLOCK_BYTES)
             for at in range(0, num_bytes, BLOCK_BYTES):
                 yield memory[: file.readinto(memory[: num_bytes - at])]
 
-    def list(self, prefix: str) -> Iterator[Entry]:
-        with self._plain_words(prefix):
-            for folder, _, names in os.walk(self._root / prefix.rpartition("/")[0], onerror=_refuse):
-                for name in names:
-                    key = (Path(folder) / name).relative_to(self._root).as_posix()
-                    if key.startswith(prefix) and is_key(key) and not key.endswith((_UNFINISHED, _GUARD)):
-                        yield from self._entry(key)
+    def _open(self, key: str) -> FileIO:
+        return FileIO(os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
-    def _entry(self, key: str) -> Iterator[Entry]:
+    def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
+        with self._plain_words(prefix):
+            expect_no_link(self._root, prefix)
+            for folder, folders, names in os.walk(self._root / prefix.rpartition("/")[0], onerror=_refuse):
+                place = Path(folder).relative_to(self._root)
+                links = [name for name in folders if Path(folder, name).is_symlink()]
+                for name in (*names, *links):
+                    key = (place / name).as_posix()
+                    if key.startswith(prefix) and not is_own_name(name):
+                        yield from self._entry(key, left_out)
+
+    def _entry(self, key: str, left_out: LeftOut) -> Iterator[Entry]:
         with suppress(FileNotFoundError):  # deleted while we listed
             found = (self._root / key).lstat()
             if stat.S_ISREG(found.st_mode):
                 modified_at = datetime.fromtimestamp(found.st_mtime, UTC)
                 yield Entry(key=key, size_bytes=found.st_size, modified_at=modified_at)
+            else:
+                left_out(f"{key} (a link)" if stat.S_ISLNK(found.st_mode) else f"{key} (no plain file)")
 
     def head(self, key: str) -> Head | None:
         with self._plain_words(key):
@@ -214,7 +226,7 @@ class FileStore:
         with self._plain_words(key):
             path = self._path(key)
             self._disk.remove(path)
-            self._disk.remove(_guard_of(path))
+            self._disk.remove(own_path(path, _GUARD))
             self._prune(path)
 
     def _prune(self, path: Path) -> None:
@@ -225,6 +237,7 @@ class FileStore:
     def abort(self, prefix: str, before: datetime) -> None:
         """Whoever was killed in the middle of a copy leaves an unfinished file, the guard of none, or an empty folder."""
         with self._plain_words(prefix):
+            expect_no_link(self._root, prefix)
             folder = self._root / prefix.rpartition("/")[0]
             own = [folder] if prefix.endswith("/") and folder.is_dir() else []
             for path in [*sorted(folder.rglob("*"), reverse=True), *own]:  # folders come last
@@ -242,7 +255,7 @@ class FileStore:
                 if folder.is_relative_to(self._root) and not folder.is_dir():
                     self._disk.make_folder(folder)
                     self._disk.sync(folder.parent)
-            temporary = target.with_name(target.name + _UNFINISHED)
+            temporary = own_path(target, _UNFINISHED)
             self._disk.remove(temporary)  # of a killed copy it may be a second name of another object's bytes
             yield temporary, target
 
@@ -252,8 +265,9 @@ class FileStore:
         self._disk.sync(target.parent)
 
     def _path(self, key: str) -> Path:
-        if not is_key(key):
+        if not is_key(key) or is_own_name(key.rpartition("/")[2]):
             raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
+        expect_no_link(self._root, key)
         return self._root / key
 
     @contextmanager
@@ -261,13 +275,10 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            hint, curable = _CURES.get(error.errno or 0, ""), error.errno in _CURABLE
+            hint = _NO_LINK if error.strerror == LINK else _CURES.get(error.errno or 0, "")
+            curable = error.errno in _CURABLE
             what = f"{self.address}/{key}".rstrip("/") + f": {error.strerror}"
             raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable) from error
-
-
-def _guard_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_GUARD}")
 
 
 def _tag(content: bytes) -> str:
@@ -281,9 +292,9 @@ def _is_left(path: Path, before: datetime) -> bool:
             return False
         if stat.S_ISDIR(found.st_mode):
             return not any(path.iterdir())
-        if path.name.endswith(_GUARD):
-            return not path.with_name(path.name[1:].removesuffix(_GUARD)).exists()
-        return path.name.endswith(_UNFINISHED)
+        if is_own_name(path.name) and path.name.endswith(_GUARD):
+            return all(own_path(other, _GUARD) != path for other in path.parent.iterdir())
+        return is_own_name(path.name) and path.name.endswith(_UNFINISHED)
     return False
 
 

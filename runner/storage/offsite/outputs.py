@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from runner.errors import one_line
 from runner.storage.checksums import describe_file
+from runner.storage.disk import is_own_name
 from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel, is_key
 from runner.storage.offsite.known import Known, Signature, signature
 from runner.storage.offsite.transfer import Meter, Progress, differs
@@ -93,7 +95,7 @@ class _Copying:
 
     def copy(self, folder: Path, path: Path) -> None:
         key, before = self._key(folder, path), signature(path)
-        if not is_key(key):
+        if not is_key(key) or is_own_name(path.name):
             self._leave(path, "a name that cannot be a key")
             return
         try:
@@ -130,6 +132,5 @@ class _Copying:
             self.known.note(key, before)
 
     def _leave(self, path: Path, why: str) -> None:
-        name = "".join(c if c.isprintable() else "?" for c in str(path))  # a line of the log is one line
         with self._lock:
-            self.left.append(f"{name}: {why}")
+            self.left.append(one_line(f"{path}: {why}"))

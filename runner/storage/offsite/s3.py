@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import secrets
 import threading
 import time
@@ -44,6 +45,7 @@ from runner.storage.offsite.contract import (
     Checksums,
     Entry,
     Head,
+    LeftOut,
     OffsiteError,
     Place,
     Sent,
@@ -178,6 +180,8 @@ class S3Store:
     # --------------------------------------------------------------------------------- put
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
+        if "\\" in key:  # some servers take it for "/", and so for another object
+            raise OffsiteError(f"{self.address}/{key}: expected a name without a backslash", final=True)
         parts, kind = _plan_parts(shard, self._part_chunks), self.probe().checksums
         with self._plain_words(key):
             if len(parts) == 1:
@@ -376,7 +380,7 @@ class S3Store:
                     block = retrying(reading.next_block, memory)
                 yield block
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
         with self._plain_words(prefix):
             pages = self._client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
@@ -384,6 +388,10 @@ class S3Store:
                     key = found["Key"].removeprefix(self._prefix)
                     if is_key(key):
                         yield Entry(key=key, size_bytes=found["Size"], modified_at=found["LastModified"])
+                    elif (
+                        found["Size"] or f"/{key}"[-1] != "/"
+                    ):  # else it stands for a folder, as web consoles make them
+                        left_out(key)
 
     def head(self, key: str) -> Head | None:
         with self._plain_words(key):
@@ -434,7 +442,7 @@ class S3Store:
                     )
 
     def _named(self, key: str) -> _Named:
-        if not is_key(key):
+        if not is_key(key) or not _can_be_spelled(key):
             raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
@@ -541,6 +549,11 @@ class _Upload:
     key: str
     id: str
     there: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def _can_be_spelled(key: str) -> bool:
+    """S3 has UTF-8 only, and not in every answer a way to write what XML has none for."""
+    return not re.search("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", key)
 
 
 def _plan_parts(shard: Shard, part_chunks: int) -> list[_Part]:

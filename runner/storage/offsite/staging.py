@@ -3,8 +3,9 @@ Data brought in before training: folders and files of stores, to places on this 
 
 A file gets its name, and the time it was stored, only when it is whole and compared; so a file
 with the size and the time of the listing is not fetched again, by whichever run. What is under
-way is `NAME.staging`; the pieces it has are noted in the run folder, and are believed as long
-as the machine has not been booted anew: what a crash of the machine took is fetched again.
+way lies beside it, under a name that no file of the data can have; the pieces it has are noted
+in the run folder, and are believed as long as the machine has not been booted anew: what a crash
+of the machine took is fetched again.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from runner.errors import one_line
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
-from runner.storage.disk import Disk, write_durable
+from runner.storage.disk import Disk, is_own_name, own_path, write_durable
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
 
 _NOTES: Final = ".staging"  # folder in the run folder
-_PART: Final = ".staging"
 _NUM_THREADS: Final = 12
+_MAX_NAME_BYTES: Final = 255  # of any file system that people use
 _SPARE_BYTES: Final = 64 << 20
+_PIECE: Final = re.compile(r"(\d{1,9}) (\d{1,10})\.", re.ASCII)  # index and checksum
 _HASH_BYTES: Final = 1 << 20
 
 
@@ -65,7 +69,7 @@ class _File:
 
     @property
     def part(self) -> Path:
-        return self.target.with_name(self.target.name + _PART)
+        return own_path(self.target, "part")
 
     @property
     def num_pieces(self) -> int:
@@ -108,6 +112,7 @@ def stage(  # noqa: PLR0913  # called once, all by name
     try:
         notes.mkdir(parents=True, exist_ok=True)
         unsure = _Fetching(files, missing, notes, boot_id, progress).fetch()
+        _expect_apart(missing)
         marker = {"listing": _digest(files), "files": len(files)}
         write_durable(Disk(), _marker(run_dir, digest), json.dumps(marker).encode())
     except OSError as error:
@@ -129,14 +134,22 @@ def _find(item: Item, open_at: Callable[[str], Store]) -> Iterator[_File]:
     if _is_local_file(address):
         yield _single(item, address, open_at)
         return
-    store, number = open_at(address), 0
-    for number, entry in enumerate(store.list(""), 1):  # noqa: B007  # used below
+    store, number, strays = open_at(address), 0, list[str]()
+    for number, entry in enumerate(store.list("", strays.append), 1):  # noqa: B007  # used below
+        if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in entry.key.split("/")):
+            strays.append(f"{entry.key} (too long)")
         yield _File(
             store=store,
             key=entry.key,
             target=Path(item.to) / entry.key,
             size_bytes=entry.size_bytes,
             modified_at=entry.modified_at,
+        )
+    if strays:
+        raise OffsiteError(
+            f"data: {store.address}: expected files, found {len(strays)} that can be none here: {', '.join(strays[:3])}",
+            hint="rename them there, put files where links are, or name a folder without them in data.from",
+            final=True,
         )
     if number == 0:
         yield _single(item, address, open_at)
@@ -164,19 +177,43 @@ def _single(item: Item, address: str, open_at: Callable[[str], Store]) -> _File:
 
 def _expect_own_places(files: Sequence[_File]) -> None:
     seen: set[Path] = set()
+    folders: set[Path] = set()
+    real = cache(Path.resolve)  # folders may be links to one another
     for file in files:
-        if file.target in seen:
-            raise OffsiteError(
-                f"data: expected one source for {file.target}, found two",
-                hint="give the items of data folders of their own (to)",
-                final=True,
-            )
-        seen.add(file.target)
+        place = real(file.target.parent) / file.target.name
+        if place in seen:
+            raise _crowded(file.target, "one source", "two", "give the items of data folders of their own (to)")
+        if is_own_name(file.target.name):
+            raise _crowded(file.target, "a name of the data's own", "one of this tool's", "rename it, or leave it out")
+        seen.add(place)
+        for folder in place.parents:
+            if folder in folders:
+                break
+            folders.add(folder)
+    for both in sorted(seen & folders):
+        raise _crowded(
+            both, "a file or a folder", "both", "rename one of them, or bring them to folders of their own (to)"
+        )
+
+
+def _expect_apart(files: Sequence[_File]) -> None:
+    """On some disks two names are one (`A` and `a`): then the later file has taken the place of the earlier one."""
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        found = file.target.stat()
+        other = seen.setdefault((found.st_dev, found.st_ino), file.target)
+        if other != file.target:
+            what = f"one place with {other}: this disk takes both names for one"
+            raise _crowded(file.target, "a place of its own", what, "rename one of them, or bring them to another disk")
+
+
+def _crowded(target: Path, expected: str, found: str, hint: str) -> OffsiteError:
+    return OffsiteError(f"data: expected {expected} for {target}, found {found}", hint=hint, final=True)
 
 
 def _digest(files: Sequence[_File]) -> str:
     lines = sorted(f"{file.target}\0{file.size_bytes}\0{_ns(file.modified_at)}\n" for file in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()[:16]
 
 
 def _ns(moment: datetime) -> int:
@@ -262,7 +299,7 @@ class _Fetching:
             raise _WrongError(_changed(file))
         if is_right is None:
             with self._lock:
-                self._unsure.append(str(file.target))
+                self._unsure.append(one_line(str(file.target)))
         os.utime(file.part, ns=(_ns(file.modified_at), _ns(file.modified_at)))
         Disk().sync(file.part)
         Disk().rename(file.part, file.target)
@@ -331,31 +368,30 @@ def _runs(file: _File, pieces: _Pieces) -> list[list[int]]:
 
 
 class _Pieces:
-    """Which pieces of a file are in its `.staging`, with their CRC32."""
+    """Which pieces of a file are in its `part`, with their CRC32. A line that was torn, by a full disk or a kill, is none."""
 
     def __init__(self, file: _File, notes: Path, boot_id: str) -> None:
-        self._path = notes / f"{hashlib.sha256(str(file.target).encode()).hexdigest()[:16]}.pieces"
+        self._path = notes / f"{hashlib.sha256(os.fsencode(file.target)).hexdigest()[:16]}.pieces"
         self._lock = threading.Lock()
         head = json.dumps([str(file.target), file.size_bytes, _ns(file.modified_at), boot_id])
-        self.known = self._read(head) if file.part.exists() else {}
+        self.known = self._read(head, file.num_pieces) if file.part.exists() else {}
         if not self.known:
             Disk().remove(file.part)
-            Disk().write(self._path, f"{head}\n".encode())
+            Disk().write(self._path, head.encode())
 
-    def _read(self, head: str) -> dict[int, int]:
+    def _read(self, head: str, num_pieces: int) -> dict[int, int]:
         try:
             first, *lines = self._path.read_text().split("\n")
         except (FileNotFoundError, UnicodeDecodeError):
             return {}
-        pairs = [line.split(" ") for line in lines[:-1]]  # the last is empty, or was torn by a kill
-        if first != head or any(len(pair) != 2 for pair in pairs):  # noqa: PLR2004  # index and checksum
-            return {}
-        return {int(index): int(checksum) for index, checksum in pairs}
+        found = filter(None, map(_PIECE.fullmatch, lines)) if first == head else ()
+        pieces = {int(piece[1]): int(piece[2]) for piece in found}
+        return {index: checksum for index, checksum in pieces.items() if index < num_pieces}
 
     def note(self, index: int, checksum: int) -> None:
         with self._lock:
             self.known[index] = checksum
-            Disk().append(self._path, f"{index} {checksum}\n".encode())
+            Disk().append(self._path, f"\n{index} {checksum}.".encode())
 
     def forget(self) -> None:
         Disk().remove(self._path)

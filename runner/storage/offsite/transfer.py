@@ -33,6 +33,7 @@ from operator import call
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from runner.errors import one_line
 from runner.facts import Checkpoint
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, describe_file
@@ -783,4 +784,4 @@ class Meter:
             percent = 100 * self._bytes // max(1, self._total)
             if percent > self._told or time.monotonic() >= self._told_at + _TELL_EVERY_S:
                 self._told, self._told_at = percent, time.monotonic()
-                self._progress(min(1.0, percent / 100), note)
+                self._progress(min(1.0, percent / 100), one_line(note))
