@@ -18,7 +18,7 @@ from runner.storage.offsite import Store, transfer
 from runner.storage.offsite.known import Known
 
 LEDGER: Final = "ledger.json"
-_MAX_JSON_BYTES: Final = 16 << 20
+_MAX_JSON_BYTES: Final = 4 << 20
 _TREES: Final = ("logs", "evidence")
 _LOG_LIMIT_BYTES: Final = 64 << 20  # of one file; of a larger one its end goes
 _LOGS_SOON_BYTES: Final = 16 << 20  # of all files of an attempt while it runs: the whole comes when it is over

@@ -68,7 +68,7 @@ class StoreView:
 
     def __init__(self) -> None:
         self.checkpoints: tuple[Checkpoint, ...] | None = None
-        self.spoilt: frozenset[str] = frozenset()
+        self.spoilt: Mapping[str, Any] = {}  # by name, as a task told it; for the next one
         self.conclusion: Conclusion | None = None
         self._is_damaged: dict[str, bool] = {}  # by name, as the last one found that had to do with its bytes
         self.job: Mapping[str, Any] = {}
@@ -113,7 +113,7 @@ class StoreView:
         if "checkpoints" in state.result:
             self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
         if "spoilt" in state.result:
-            self.spoilt = frozenset(state.result["spoilt"])
+            self.spoilt = state.result["spoilt"]
         if kind is TaskKind.SURVEY:
             self.ledger = ledger.parse(state.result.get("ledger"))
             identity = (state.result.get("job") or {}).get("identity")

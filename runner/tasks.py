@@ -41,7 +41,7 @@ from runner.storage.offsite import (
     transfer,
     warm_up,
 )
-from vramfarm.protocol import ALGORITHM, Manifest, Ref, is_name
+from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
 if TYPE_CHECKING:
     from runner.adapters.frameworks import Save
@@ -55,6 +55,7 @@ Arguments = Mapping[str, Any]
 
 _PIECE_BYTES: Final = 8 << 20
 _MAX_LEFT: Final = 20
+_A_FEW: Final = 4
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
 
@@ -200,7 +201,7 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     )
     job, ledger = (read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", LEDGER))
     progress(0.0, "listing")
-    seen, lacks = look(store, arguments["job"]), LACKS[abilities.checksums]
+    seen, lacks = look(store, arguments), LACKS[abilities.checksums]
     return {
         **seen,
         "job": job,
@@ -210,18 +211,20 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     }
 
 
-def look(store: Store, job: str) -> dict[str, Any]:
-    found = transfer.survey(store, job)
+def look(store: Store, arguments: Arguments) -> dict[str, Any]:
+    known = {name: (which, why) for name, (which, why) in arguments["spoilt"].items()}
+    found = transfer.survey(store, arguments["job"], spoilt=known)
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
-        "spoilt": sorted(name for name in (problem.partition(":")[0] for problem in found.unusable) if is_name(name)),
+        "spoilt": found.spoilt,
         "outcome": found.outcome,
         "summary": _survey_summary(found),
     }
 
 
 def _survey_summary(found: transfer.Survey) -> str:
-    unusable = f"; unusable: {'; '.join(found.problems)}" if found.problems else ""
+    more = f"; and {len(found.problems) - _A_FEW} more" if len(found.problems) > _A_FEW else ""
+    unusable = f"; unusable: {'; '.join(found.problems[:_A_FEW])}{more}" if found.problems else ""
     newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
     count = len(found.checkpoints)
     outcome = f"; the job is over there: {found.outcome.get('outcome')}" if found.outcome else ""
@@ -280,7 +283,7 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         took = time.monotonic() - started
         published.result()
         swept = beside.submit(transfer.sweep, store, arguments["job"])
-        seen = look(store, arguments["job"])
+        seen = look(store, arguments)
         with suppress(OffsiteError):  # the next upload, or the end of the run, comes by again
             swept.result()
     if publishing.are_logs_late():
@@ -339,7 +342,7 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     keep_last, unusable = arguments["offload"]["keep_last"], arguments["unusable"]
     removed = transfer.tidy(store, arguments["job"], keep_last=keep_last, unusable=unusable)
-    return {**look(store, arguments["job"]), "summary": f"removed {', '.join(removed) or 'nothing'}"}
+    return {**look(store, arguments), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 
 def lease(arguments: Arguments, progress: Progress) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class SimWorld:
             offsite=self.offsite,
             unusable=self.view.unusable(history.unusable),
             unusable_now=self.view.unusable_now(),
-            spoilt=self.view.spoilt,
+            spoilt=frozenset(self.view.spoilt),
             other_job=self.elsewhere.other_job,
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
@@ -207,7 +207,7 @@ class SimWorld:
             self.offsite = tuple(
                 sorted((c for r, c in self.elsewhere.store.items() if r in known), key=lambda c: c.ref)
             )
-            result = {"spoilt": list(self.elsewhere.spoilt)}
+            result = {"spoilt": dict.fromkeys(self.elsewhere.spoilt)}
             return Finished(subject=state.subject, at=self.elsewhere.now, result=result)
         return Finished(subject=state.subject, at=self.elsewhere.now)
 

@@ -36,6 +36,7 @@ JOIN_PATIENCE = timedelta(seconds=90)  # the lease of a machine that vanished is
 # A run that hit a limit or failed may go on on another machine; one that is done or was stopped may not.
 _OVER_EVERYWHERE = frozenset({Outcome.SUCCEEDED, Outcome.STOPPED})
 _SETUP_TRIES = 5  # two minutes of trying
+_A_FEW = 4
 _ELSEWHERE = " (on an earlier machine)"
 
 
@@ -338,7 +339,10 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
     """A run that had a checkpoint never starts over by itself."""
     lost = _lost(seen, floor)
     if plan.ref is None and lost:
-        reason = f"checkpoints exist and none can be used ({', '.join(lost)}); --start-over begins at step 0"
+        more = f" and {len(lost) - _A_FEW} more" if len(lost) > _A_FEW else ""
+        reason = (
+            f"checkpoints exist and none can be used ({', '.join(lost[:_A_FEW])}{more}); --start-over begins at step 0"
+        )
         return refuse(Outcome.STORE, reason, job, seen)
     needed = seen.preflight.env if seen.preflight else {}
     origin = next((c.origin for c in seen.local if c.ref == plan.ref), "")

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import time
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -431,6 +432,43 @@ def test_what_is_broken_or_hostile_in_a_store_is_named_and_passed_over(store, di
     assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
     assert [bad.ref.name] == [problem.partition(":")[0] for problem in found.unusable]
     assert not (tmp_path / "elsewhere").exists()
+
+
+class _Counting:
+    """A store that knows what was read."""
+
+    def __init__(self, inner):
+        self._inner, self.read = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get(self, key, **limits):
+        self.read.append(key)
+        return self._inner.get(key, **limits)
+
+
+def test_a_bucket_full_of_manifests_that_explode_in_memory_is_looked_at_in_little(store, directory):
+    """
+    Two hundred megabytes, whatever lies there; and what was found to be nonsense is not fetched with each look.
+    """
+    good, hostile = uploaded(store, directory), b'{"shards":[' + b",".join([b'{"":{}}'] * 2_000_000) + b"]}"
+    for number in range(4):
+        store.put(f"{FOLDER}/step-{number:08d}-0000000{number}/{MANIFEST}", hostile)
+    counting = _Counting(store)
+    tracemalloc.start()
+
+    found = transfer.survey(counting, "job")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    before = len(counting.read)
+    again = transfer.survey(counting, "job", spoilt=found.spoilt)
+
+    assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
+    assert ["expected a manifest that takes at most 120 MiB of memory" in why for why in found.unusable] == [True] * 4
+    assert most < 100 << 20
+    assert again == found
+    assert [f"{FOLDER}/{good.ref.name}/{MANIFEST}"] == [k for k in counting.read[before:] if k.endswith(MANIFEST)]
 
 
 class _Keeping:

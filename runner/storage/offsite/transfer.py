@@ -24,13 +24,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import zip_longest
 from operator import call
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from runner.errors import one_line
@@ -77,7 +78,18 @@ _TELL_EVERY_S: Final = 60.0
 RUN_CHUNKS: Final = 8  # fetched with one request
 _SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 _MAX_ENTRIES: Final = 1_000_000
+_LARGE_BYTES: Final = 1 << 20  # of a manifest: such are fetched one at a time
+_LARGE: Final = threading.Lock()
+_PARSING: Final = threading.Lock()
+_SIGN_BYTES: Final[Mapping[bytes, int]] = {b"{": 250, b"[": 90, b",": 64}  # what parsed JSON takes for each
+_MAX_PARSED_BYTES: Final = 120 << 20  # 1.4 million checksums: 11 TB
+_NONE: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 _REFUSED: Final = "let this key read it, or begin anew under another name of the job"
+
+
+Spoilt = tuple[
+    str, str
+]  # which manifest makes no sense, by size and time in the listing, empty if it does; and what is damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +102,7 @@ class Survey:
 
     checkpoints: tuple[Checkpoint, ...]
     unusable: tuple[str, ...]  # what is damaged, and how
+    spoilt: Mapping[str, Spoilt]  # by name, of checkpoints only
     refused: Mapping[str, OffsiteError]
     newest: str  # name of the last that was committed there, of those that are not damaged; empty: none
     outcome: Mapping[str, Any] | None  # what the job came to, as whoever ended it wrote it
@@ -103,32 +116,47 @@ class Survey:
 # ----------------------------------------------------------------------------------- survey
 
 
-def survey(store: Store, job: str, progress: Progress = lambda _fraction, _note: None, *, wanted: str = "") -> Survey:
+def survey(
+    store: Store,
+    job: str,
+    progress: Progress = lambda _fraction, _note: None,
+    *,
+    wanted: str = "",
+    spoilt: Mapping[str, Spoilt] = _NONE,
+) -> Survey:
     """
-    Look at all of a job in a store; reads manifests, no shard.
+    Look at all of a job in a store; reads manifests, no shard. Those that an earlier look found `spoilt` are not
+    read again while they are the same.
 
     An error if the store refuses the manifest of the one that is `wanted`, by default the newest: whoever took
     that for none would go on from an older one, or begin anew.
     """
-    found = survey_readable(store, job, progress)
+    found = survey_readable(store, job, progress, spoilt=spoilt)
     if refusal := found.refused.get(wanted or found.newest):
         raise refusal
     return found
 
 
-def survey_readable(store: Store, job: str, progress: Progress = lambda _fraction, _note: None) -> Survey:
+def survey_readable(
+    store: Store,
+    job: str,
+    progress: Progress = lambda _fraction, _note: None,
+    *,
+    spoilt: Mapping[str, Spoilt] = _NONE,
+) -> Survey:
     """The same for whoever only tells, or copies, what can be read."""
     outcome, problems = _read_outcome(store, job)
     whole, refused, latest = list[Checkpoint](), dict[str, OffsiteError](), list[tuple[datetime, str]]()
+    damaged: dict[str, Spoilt] = {}
     listed = {name: entries for name, entries in _list_checkpoints(store, job).items() if MANIFEST in entries}
     with ThreadPoolExecutor(
         _NUM_THREADS
     ) as pool:  # of those without one the upload has not ended, or the removal has begun
-        found = pool.map(partial(_describe_listed, store, job), listed.items())
+        found = pool.map(partial(_describe_listed, store, job, spoilt), listed.items())
         for number, (name, one) in enumerate(zip(listed, found, strict=True)):
             progress(number / len(listed), name)
-            if isinstance(one, str):
-                problems.append(one)
+            if isinstance(one, tuple):
+                damaged[name] = one
                 continue
             latest.append((listed[name][MANIFEST].modified_at, name))
             if isinstance(one, Checkpoint):
@@ -138,7 +166,8 @@ def survey_readable(store: Store, job: str, progress: Progress = lambda _fractio
     whole.sort(key=lambda checkpoint: checkpoint.ref)
     return Survey(
         checkpoints=tuple(whole),
-        unusable=tuple(problems),
+        unusable=(*problems, *(why for _, why in damaged.values())),
+        spoilt=damaged,
         refused=refused,
         newest=max(latest)[1] if latest else "",
         outcome=outcome,
@@ -146,19 +175,25 @@ def survey_readable(store: Store, job: str, progress: Progress = lambda _fractio
 
 
 def _describe_listed(
-    store: Store, job: str, listed: tuple[str, Mapping[str, Entry]]
-) -> Checkpoint | OffsiteError | str:
+    store: Store, job: str, spoilt: Mapping[str, Spoilt], listed: tuple[str, Mapping[str, Entry]]
+) -> Checkpoint | OffsiteError | Spoilt:
     """A whole checkpoint, the store's refusal to show its manifest, or how it is damaged. What may pass is raised."""
     name, entries = listed
+    there = entries[MANIFEST]
+    which = f"{there.size_bytes} {there.modified_at.isoformat()}"
+    known, why = spoilt.get(name, ("", ""))
+    if known == which:
+        return which, why
     try:
-        manifest = read_manifest(store, job, name)
+        with _LARGE if there.size_bytes > _LARGE_BYTES else nullcontext():
+            manifest = read_manifest(store, job, name)
         _expect_listed(manifest, entries)
         return describe(manifest)
     except ProtocolError as error:
-        return f"{name}: {error}"
+        return "", f"{name}: {error}"
     except OffsiteError as error:
         if error.damaged:
-            return f"{name}: {error}"
+            return which, f"{name}: {error}"
         if not error.final:
             raise
         what = f"{name}: its manifest cannot be read: {error}"
@@ -196,13 +231,26 @@ def read_manifest(store: Store, job: str, name: str) -> Manifest:
     raw = store.get(key, limit_bytes=MAX_MANIFEST_BYTES)
     if raw is None:
         raise OffsiteError(f"{store.address}/{key}: expected a manifest, found none", final=True, damaged=True)
-    try:
-        manifest = parse_manifest(raw)
-    except ProtocolError as error:
-        raise _damaged(store, key, str(error)) from None
+    if problem := _expect_small(raw):
+        raise _damaged(store, key, problem)
+    with _PARSING:  # what is parsed takes many times its bytes
+        try:
+            manifest = parse_manifest(raw)
+        except ProtocolError as error:
+            problem = str(error)
+    if problem:
+        raise _damaged(store, key, problem)
     if manifest.ref.name != name:
         raise _damaged(store, key, f"expected the manifest of {name}, got that of {manifest.ref.name}")
     return manifest
+
+
+def _expect_small(raw: bytes) -> str:
+    """Why a manifest is not even parsed: what JSON becomes in memory is told by its signs, and may be thirty times as much."""
+    needed = len(raw) + sum(each * raw.count(sign) for sign, each in _SIGN_BYTES.items())
+    if needed <= _MAX_PARSED_BYTES:
+        return ""
+    return f"expected a manifest that takes at most {_MAX_PARSED_BYTES >> 20} MiB of memory, got one of {needed >> 20}"
 
 
 def _damaged(store: Store, key: str, what: str) -> OffsiteError:
