@@ -1,7 +1,8 @@
 """
 The checks before the job, put together: probes look, all at once and each with a time limit; policy judges.
 
-A check that does not end is a finding, and so is one that fails: neither may keep a job from starting.
+A check that does not end is a finding, and so is one that fails: neither may keep a job from starting, but for the
+store's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 from runner.adapters.launchers import LAUNCHERS, split_command
 from runner.adapters.providers import PROVIDERS, SECRETS, with_secrets
 from runner.adapters.providers.http import make_send
-from runner.errors import MachineError, RunnerError
+from runner.errors import MachineError, RunnerError, StoreError
 from runner.facts import (
     Broken,
     CardReport,
@@ -195,6 +196,9 @@ def _caught(name: str, check: Check) -> tuple[Finding, ...]:
     except RunnerError as error:
         return (Finding(name=name, severity=Severity.WARN, message=str(error), hint=error.hint),)
     except Exception as error:  # noqa: BLE001  # a check that fails must not keep a job from starting
+        if name == "store":  # whoever comes after it fails as well, with nobody there to read it
+            facts = {EXIT_CODE: StoreError.exit_code}
+            return (Finding(name=name, severity=Severity.REFUSE, message=f"store: {error!r}", facts=facts),)
         return (Finding(name=name, severity=Severity.WARN, message=f"{name}: not checked: {error!r}"),)
 
 

@@ -21,6 +21,7 @@ _BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 1 << 20
 _LATE_S = 0.05
 _CHECKSUM = b"x-amz-checksum-crc32"
+_DIGESTS = {_CHECKSUM, b"content-md5"}
 _NOD = b'HTTP/1.1 200 OK\r\netag: "new"\r\ncontent-length: 4\r\n\r\n<a/>'
 
 
@@ -58,6 +59,7 @@ class FaultProxy:
         self.without_headers: tuple[str, ...] = ()  # what the answers are robbed of: x-amz-checksum-…
         self.refused_headers: tuple[str, ...] = ()  # requests with one are answered 501 NotImplemented
         self.ignored_headers: tuple[str, ...] = ()  # puts with one succeed, whatever the header asked for
+        self.wants_digests = False  # as a bucket with a default retention does
         self.repeats_checksums = False  # it compares none, and says of an object what it was told
         self._checksums: dict[str, bytes] = {}
 
@@ -144,8 +146,7 @@ class FaultProxy:
             raise _CutError
         if b"100-continue" in head.fields.get(b"expect", b""):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if any(name.encode() in head.fields for name in self.refused_headers):
-            fault = Fault(answer=(501, "NotImplemented"))
+        fault = self._refusal(head) or fault
         if fault.answer:
             async for _ in _body(reader, head):
                 pass
@@ -159,6 +160,13 @@ class FaultProxy:
             await writer.drain()
             return True
         return await self._pass_on(head, reader, writer, fault)
+
+    def _refusal(self, head: _Head) -> Fault | None:
+        if any(name.encode() in head.fields for name in self.refused_headers):
+            return Fault(answer=(501, "NotImplemented"))
+        if self.wants_digests and head.operation in {"PutObject", "UploadPart"} and not _DIGESTS & head.fields.keys():
+            return Fault(answer=(400, "InvalidRequest"))
+        return None
 
     async def _pass_on(self, head: _Head, reader, writer, fault: Fault) -> bool:
         far_reader, far = await asyncio.open_connection(self._target.hostname, self._target.port, limit=_HEAD_BYTES)

@@ -164,13 +164,15 @@ def test_a_check_that_hangs_and_one_that_fails_are_findings():
         "slow": lambda: time.sleep(600),
         "broken": lambda: 1 / 0,
         "well": lambda: [Finding(name="well", severity=Severity.OK, message="fine")],
+        "store": lambda: 1 / 0,
     }
 
     found = preflight._all_at_once(checks, lambda *_: None, limit_s=4.0)
 
-    assert ["time_limit", "broken", "well"] == [one.name for one in found]
+    assert ["time_limit", "broken", "well", "store"] == [one.name for one in found]
+    assert [Severity.WARN, Severity.WARN, Severity.OK, Severity.REFUSE] == [one.severity for one in found]
+    assert {"exit_code": 4} == found[-1].facts  # a run would fail at it later
     assert "slow: no answer within 4 s" == found[0].message
-    assert {Severity.WARN, Severity.OK} == {one.severity for one in found}
 
 
 def test_the_disk_and_the_store_are_really_written(tmp_path):

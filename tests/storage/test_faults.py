@@ -101,6 +101,7 @@ def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, t
         pytest.param((403, "AccessDenied"), "check its rights", True, id="forbidden"),
         pytest.param((404, "NoSuchBucket"), "make the bucket", False, id="no bucket"),
         pytest.param((400, "AuthorizationHeaderMalformed"), "set offload.region", False, id="another region"),
+        pytest.param((301, "PermanentRedirect"), "set offload.region", False, id="another region, nobody says which"),
         pytest.param((403, "RequestTimeTooSkewed"), "set it (timedatectl", True, id="clock"),
         pytest.param((400, "ExpiredToken"), "get new ones", True, id="expired"),
         pytest.param((403, "InvalidAccessKeyId"), "AWS_ACCESS_KEY_ID", True, id="unknown key"),

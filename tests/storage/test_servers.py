@@ -113,6 +113,20 @@ def test_what_is_no_record_of_abilities_says_nothing(store, raw):
     assert transfer.read_abilities(store, "job") is None
 
 
+@pytest.mark.parametrize("refused", [(), CHECKSUM_HEADERS[:1]], ids=["with checksums", "without"])
+def test_a_bucket_that_takes_nothing_without_a_digest_is_served(proxy, s3_offload, s3server, directory, refused):
+    """
+    As one with a default retention: from the first object on.
+    """
+    proxy.wants_digests, proxy.refused_headers = True, refused
+    store = S3Store(s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env, part_chunks=1)
+    ref = commit(directory, shards={"large": LARGE, "small": b"small"}).ref
+
+    assert store.probe().conditional
+    transfer.upload(store, "job", directory, ref, ignore)
+    transfer.verify(store, "job", ref)
+
+
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
 def test_a_server_that_takes_what_it_must_refuse_has_no_conditional_writes(proxy, s3_offload, s3server, header):
     """

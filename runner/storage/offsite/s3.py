@@ -118,7 +118,7 @@ class S3Store:
         return self._abilities
 
     def _try_out(self, key: str) -> Abilities:
-        self._client.put_object(**self._named(key), Body=_SAMPLE)
+        self._client.put_object(**self._named(key), Body=_SAMPLE, **_with_md5(_SAMPLE))
         self._sweep_probes(key)
         conditional = self._refuses(key, {"IfNoneMatch": "*"}) and self._refuses(key, {"IfMatch": '"another"'})
         kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._confirms(kind, key))
@@ -137,7 +137,7 @@ class S3Store:
     def _refuses(self, key: str, condition: _Condition) -> bool:
         """Whether a condition that does not hold keeps what is there."""
         try:
-            self._client.put_object(**self._named(key), **condition, Body=_SAMPLE)
+            self._client.put_object(**self._named(key), **condition, Body=_SAMPLE, **_with_md5(_SAMPLE))
         except ClientError as error:
             if code_of(error) in _UNABLE:
                 return False
@@ -327,7 +327,7 @@ class S3Store:
     def _digest_of(self, content: bytes) -> Mapping[str, Any]:
         if self.probe().checksums is not Checksums.NONE:
             return _with_crc32(crc32(content))
-        return {"ContentMD5": base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()}
+        return _with_md5(content)
 
     def copy(self, source: str, key: str, shard: Shard) -> bool:
         """The bytes do not come here: the server copies, in parts that it completes in time."""
@@ -595,6 +595,11 @@ def _plain_md5(found: Mapping[str, Any]) -> str:
     tag = str(found.get("ETag", "")).strip('"')
     sealed = found.get("SSECustomerAlgorithm") or str(found.get("ServerSideEncryption", "")).startswith("aws:kms")
     return tag if len(tag) == 32 and "-" not in tag and not sealed else ""  # noqa: PLR2004  # hexadecimal digits
+
+
+def _with_md5(content: bytes) -> dict[str, Any]:
+    """A bucket with a default retention (Object Lock) takes nothing without a digest."""
+    return {"ContentMD5": base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()}
 
 
 def _with_crc32(checksum: int) -> dict[str, Any]:

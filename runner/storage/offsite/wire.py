@@ -84,8 +84,18 @@ def connect(
     except ValueError as error:
         raise misconfigured(offload.to or "", error) from error
     client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
+    client.meta.events.register_last("before-parameter-build.s3", _ends_here)
     client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
     return cast("S3Client", client)
+
+
+def _ends_here(model: Any, context: dict[str, Any], **_: Any) -> None:  # noqa: ANN401  # botocore's
+    """
+    Botocore asks the bucket for its region where an answer leads elsewhere without saying where; where that answer
+    leads elsewhere, too, it asks the bucket again, until Python has no stack left.
+    """
+    if model.name == "HeadBucket":
+        context["s3_redirect"] = {**context.get("s3_redirect", {}), "redirected": True}
 
 
 class _Loader(Loader):
