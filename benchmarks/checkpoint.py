@@ -28,6 +28,7 @@ from engines import Nothing, Ours, build
 from gpu.model import Model, driver, loss_of, shard
 from limits import Limits
 from picture import draw
+from raw import huge
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -202,8 +203,9 @@ def warm_up(training, engine):
     """Steps until our staging memory is ready. Return their cost and number, told from the quiet steps before them."""
     for _ in range(4):
         training.step()
-    quiet = training.quiet()
+    quiet, used = training.quiet(), engine.saver_cpu_s()
     steps = steps_to_warm(training, engine)
+    used = engine.saver_cpu_s() - used
     pins = engine.ckpt._warm_up._pins if engine.ckpt._warm_up else None
     found = {
         "s": sum(steps),
@@ -211,8 +213,17 @@ def warm_up(training, engine):
         "worst_s": max(steps) - quiet,
         "steps": len(steps),
         "pin_s": pins._spent_s if pins else 0.0,
+        "saver_cpu_s": used,
+        "floor_cpu_s": seconds_to_zero(engine.staging_bytes()),
     }
     return slowest(found, training.device)
+
+
+def seconds_to_zero(size):
+    """Of a processor, to be given as much plain memory: less than that nobody can need who takes memory."""
+    part, used = min(size, 1 << 30), time.thread_time()
+    huge(part)
+    return (time.thread_time() - used) * size / part
 
 
 def steps_to_warm(training, engine):

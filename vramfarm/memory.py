@@ -118,7 +118,7 @@ def populate_arena(pid: int, fd: int, size: int) -> memoryview:
     """Map a rank's empty staging memory and give it all its pages."""
     memory = map_arena(pid, fd, size)
     _take_huge_pages(memory)
-    if not all(populate(memory)):
+    if not populate(memory):
         mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             os.posix_fallocate(mine, 0, size)
@@ -128,11 +128,18 @@ def populate_arena(pid: int, fd: int, size: int) -> memoryview:
 
 
 def _take_huge_pages(memory: memoryview) -> None:
-    """As many as the kernel has: it makes one of what is there, so each begins with a small one."""
+    """
+    As many as the kernel has: it makes one of what is there, so each begins with a small one.
+
+    While it does, its processor does nothing else, for 30 ms where a virtual machine's host has to find the memory first.
+    So the host has found it before, for memory that is given back at once, and taken again.
+    """
     begin = address_of(memory)
     end = begin + len(memory) // _HUGE_BYTES * _HUGE_BYTES
     for piece in range(begin, end, PIECE_BYTES):
         length = min(PIECE_BYTES, end - piece)
+        with contextlib.suppress(OSError):
+            populate(huge(length))
         for page in range(piece, piece + length, _HUGE_BYTES):
             if _advise(page, mmap.PAGESIZE, _POPULATE_WRITE):
                 return
@@ -140,22 +147,22 @@ def _take_huge_pages(memory: memoryview) -> None:
             return
 
 
-def populate(memory: memoryview) -> Iterator[bool]:
-    """Fault a mapping in, piece by piece, without the interpreter's lock. Yields False where the kernel cannot."""
+def populate(memory: memoryview, pause_s: float = 0.0) -> bool:
+    """Fault a mapping in, piece by piece, without the interpreter's lock. False: this kernel cannot."""
     address = address_of(memory)
     for start in range(0, len(memory), PIECE_BYTES):
         code = _advise(address + start, min(PIECE_BYTES, len(memory) - start), _POPULATE_WRITE)
-        if code not in {0, errno.EINVAL}:
-            raise OSError(code, os.strerror(code))
-        yield code == 0
+        if code == errno.EINVAL:
+            return False
         if code:
-            return
+            raise OSError(code, os.strerror(code))
+        time.sleep(pause_s)
+    return True
 
 
 def populate_slowly(memory: memoryview) -> None:
     """The same beside a training that goes on: for the rank's own mapping, whose pages exist already."""
-    for _ in populate(memory):
-        time.sleep(0.002)
+    populate(memory, pause_s=0.002)
 
 
 def _advise(address: int, size: int, advice: int) -> int:

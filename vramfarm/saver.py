@@ -26,7 +26,7 @@ from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.arenas import Arenas
 from vramfarm.committing import Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
-from vramfarm.protocol import LATE_S, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
+from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
 
 FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
 RETRY_S: Final = 2.0
@@ -36,6 +36,7 @@ LAUNCHER_S: Final = 5.0  # to end the others when a rank is dead, before we do
 LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
 _BUSY_S: Final = 0.005
+_SOON_S: Final = 0.001
 _T = TypeVar("_T")
 
 
@@ -87,7 +88,14 @@ class Saver:
             self._recover()
         while not self._is_over():
             self._turn()
-            self._pause(_BUSY_S if self._save else _IDLE_S)
+            self._pause(self._interval_s())
+
+    def _interval_s(self) -> float:
+        """Between two turns. As long as a rank copies, the disk could soon be busy."""
+        if self._save is None:
+            return _IDLE_S
+        page, ranks = self._page, range(self._page.num_ranks)
+        return _SOON_S if any(page.get(rank, Slot.ARENA_STATE) == Arena.FILLING for rank in ranks) else _BUSY_S
 
     # ---------------------------------------------------------------- a turn
 

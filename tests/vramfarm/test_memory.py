@@ -50,6 +50,25 @@ def test_staging_memory_has_huge_pages_in_both_processes():
     arena.close()
 
 
+def test_what_is_taken_to_get_huge_pages_is_given_back():
+    """
+    A process may have no more than the staging memory, and that is shared: nothing of its own is left.
+    """
+    arena = memory.StagingMemory(48 * HUGE)
+    before = own_bytes()
+
+    populated = memory.populate_arena(os.getpid(), arena.fd, arena.size)
+
+    assert own_bytes() - before < 8 * HUGE
+    assert arena.size == len(populated)
+    arena.close()
+
+
+def own_bytes():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+
 @pytest.mark.parametrize("size", [mmap.PAGESIZE, HUGE, 3 * HUGE + 5 * mmap.PAGESIZE])
 def test_what_one_process_stages_the_other_has(size):
     """
