@@ -434,9 +434,20 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
     folders = [Path(folder) for folder in arguments["outputs"]]
     found = copy_outputs(_store(arguments), arguments["job"], folders, Path(arguments["run_dir"]), progress)
-    left = f"; left for later: {'; '.join(found.left[:3])}" if found.left else ""
-    summary = f"{found.num_files} files, {found.sent_bytes / 1e6:.1f} MB of them sent now{left}"
-    return {"summary": summary, "left": list(found.left[:_MAX_LEFT]), "sent_bytes": found.sent_bytes}
+    names = [": ".join(one) for one in found.left]
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""  # noqa: PLR2004  # that are named
+    left = f"; left: {'; '.join(names[:3])}{more}" if names else ""
+    missing = f"; no such folder: {', '.join(found.missing)}" if found.missing else ""
+    there = f"{found.num_stored} of {found.num_files} files in the store"
+    return {
+        "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{left}{missing}",
+        "there": there
+        + (f"; not there: {names[0]}{f' (and {len(names) - 1} more)' * (len(names) > 1)}" if names else "")
+        + missing,
+        "left": names[:_MAX_LEFT],
+        "only_here": [path for path, _ in found.left[:3]],
+        "sent_bytes": found.sent_bytes,
+    }
 
 
 TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {

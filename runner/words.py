@@ -65,7 +65,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_interval, time_between_failures
-from runner.policy.finish import tell_draining
+from runner.policy.finish import ALL_OUTPUTS, tell_draining
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
@@ -401,7 +401,8 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR09
         case TaskKind.STAGE:
             return f"the data is in place: {summary}"
         case TaskKind.OUTPUTS:
-            return f"outputs {state.subject} are in the store: {summary}" if state.result.get("sent_bytes") else ""
+            is_told = state.subject == ALL_OUTPUTS or state.result.get("sent_bytes")
+            return f"outputs {state.subject}: {summary}" if is_told else ""
         case TaskKind.SETUP:
             return f"the code is in place: {summary}"
         case TaskKind.REOPEN | TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
@@ -636,6 +637,7 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
         f"attempts     {_attempts(history.attempts)}{_attempts_before(history.earlier)}",
         f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
         f"weights      {_weights(job, seen)}",
+        *([f"outputs      {_outputs(seen)}"] if job.outputs else ()),
     ]
     spendings = _spendings(history, seen, around)
     if any(spending.useful_s for spending in spendings):
@@ -753,6 +755,16 @@ def _weights(job: Job, seen: Observed) -> str:
         where = "only on this disk" if is_known else "on this disk; what the store has is not known"
         return f"{job.checkpoint.dir}/{newest.name} ({where})"
     return "none were saved" if is_known else "none on this disk; what the store has is not known"
+
+
+def _outputs(seen: Observed) -> str:
+    match seen.tasks.get(TaskKind.OUTPUTS):
+        case Finished(subject=subject) as done if subject == ALL_OUTPUTS:
+            return str(done.result.get("there", "in the store"))
+        case Failed() as failed:
+            return f"not all in the store: {failed.error}"
+        case _:
+            return "not all in the store: what was written last was not copied"
 
 
 def _server_end(server: Server | None, seen: Observed, end: End) -> str:

@@ -124,7 +124,7 @@ class RealWorld:
         self._staged = is_staged([item.to for item in self._job.data], folder.root, setting.data_digest)
         self._last_save_s = 0.0
         self._only_here: tuple[str, ...] | None = None
-        self._saved: tuple[Path, ...] = ()
+        self._saved: tuple[bool, tuple[str, ...]] = (False, ())
         self.checkpoints.root.mkdir(parents=True, exist_ok=True)
         self._alarm = Alarm({folder.root: "stop", self.checkpoints.root: "step-"})
         self.leaving = threading.Event()
@@ -242,16 +242,19 @@ class RealWorld:
 
     def _find_only_here(self, since: datetime, outputs: TaskState) -> tuple[str, ...]:
         """Looked for once after each attempt, and when the outputs are in the store: it reads a whole tree."""
-        is_all = isinstance(outputs, Finished) and outputs.subject == ALL_OUTPUTS and not outputs.result.get("left")
-        saved = tuple(map(Path, self._job.outputs)) if is_all else ()
-        if self._only_here is None or saved != self._saved:
-            self._saved = saved
-            self._only_here = find_unsaved(
+        is_all = isinstance(outputs, Finished) and outputs.subject == ALL_OUTPUTS
+        left: tuple[str, ...] = (
+            tuple(outputs.result.get("only_here", ())) if isinstance(outputs, Finished) and is_all else ()
+        )
+        if self._only_here is None or (is_all, left) != self._saved:
+            self._saved = (is_all, left)
+            self._only_here = left + find_unsaved(
                 Path(self._job.finish.save_folder),
                 run_dir=self._folder.root,
                 checkpoint_dir=self.checkpoints.root,
                 since=since,
-                saved=saved,
+                outputs=tuple(map(Path, self._job.outputs)),
+                are_saved=is_all,
             )
         return self._only_here
 

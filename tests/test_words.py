@@ -31,6 +31,7 @@ from runner.facts import (
 )
 from runner.job import Job
 from runner.policy.actions import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
+from runner.policy.finish import ALL_OUTPUTS
 from runner.words import (
     Surroundings,
     changes,
@@ -367,6 +368,37 @@ def test_opening_and_closing_say_where_the_weights_go():
     assert "weights      s3://b/runs/j/checkpoints/step-00000500-0123abcd" in finish
     assert "attempts     1 (1 failed)" in finish
     assert "srv_abcdef is being stopped; its disk is thrown away: nothing is only there" in finish
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        pytest.param(
+            Finished(subject=ALL_OUTPUTS, at=NOW, result={"there": "9 of 10 files in the store"}),
+            "9 of 10 files in the store",
+            id="all but one",
+        ),
+        pytest.param(
+            Failed(subject=ALL_OUTPUTS, at=NOW, error="no answer", failures=9, final=False),
+            "not all in the store: no answer",
+            id="failed",
+        ),
+        pytest.param(
+            Finished(subject="so far", at=NOW, result={"there": "9 of 9 files in the store"}),
+            "not all in the store: what was written last was not copied",
+            id="not at the end",
+        ),
+    ],
+)
+def test_closing_says_what_became_of_the_outputs(state, expected):
+    """
+    In the summary, whoever reads nothing else.
+    """
+    end = End(code=0, stop=False, keep=False, reason="done")
+    job = JOB.model_copy(update={"outputs": ("/board",)})
+    seen = replace(SEEN, tasks={TaskKind.OUTPUTS: state})
+
+    assert f"outputs      {expected}" in closing(job, History(), seen, AROUND, end)
 
 
 def test_closing_does_not_claim_a_store_that_has_nothing():

@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -88,6 +88,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     _refuse(name, [*_unfillable(job, root), *_homeless(job, root), *_unreadable(job, root)])
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
+    _refuse(name, list(_not_its_own(filled, root)))
     return LoadedJob(job=filled, written=job, text=text, path=name, folder=folder, workspace=workspace, date=date)
 
 
@@ -281,6 +282,16 @@ def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
 def _homeless(job: Job, root: Node) -> Iterator[Problem]:
     if job.outputs and not job.offload.to:
         yield Problem(_line(root, "outputs"), "outputs: expected a store to copy them to (offload.to), found none")
+
+
+def _not_its_own(job: Job, root: Node) -> Iterator[Problem]:
+    """The runner's records change all the time, and checkpoints go to the store by themselves."""
+    for output in map(PurePosixPath, job.outputs):
+        for what, place in (("run folder", job.run_dir), ("checkpoints", job.checkpoint_dir)):
+            if place.is_relative_to(output) or (what == "checkpoints" and output.is_relative_to(place)):
+                found = f"outputs: {output}: expected a folder of the script's own, found one of the {what} ({place})"
+                yield Problem(_line(root, "outputs"), f"{found}; name the folders that the script writes")
+                break
 
 
 def _unreadable(job: Job, root: Node) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -47,25 +48,41 @@ _UNFINISHED: Final = (TEMPORARY, REMOVED, DAMAGED)
 _MADE_AGAIN: Final = frozenset({".cache", ".git", ".venv", "__pycache__", "lost+found", "node_modules"})
 
 
-def find_unsaved(
-    folder: Path, *, run_dir: Path, checkpoint_dir: Path, since: datetime, saved: Sequence[Path] = ()
+def find_unsaved(  # noqa: PLR0913  # all by name
+    folder: Path,
+    *,
+    run_dir: Path,
+    checkpoint_dir: Path,
+    since: datetime,
+    outputs: Sequence[Path] = (),
+    are_saved: bool = False,
 ) -> tuple[str, ...]:
     """
     Return a few files below `folder` that were written since, and are neither the run's own
-    records nor checkpoints (whose copies are compared one by one), nor in folders that are `saved`.
-    What a script saves beside the checkpoints counts like all else. Never follows a link.
+    records nor checkpoints (whose copies are compared one by one). What a script saves beside the
+    checkpoints counts like all else, and what cannot be read. Never follows a link.
+
+    What is in `outputs`, wherever these are, is missed however old it is, unless they `are_saved`.
     """
     ours = {run_dir / form.format(name) for name in _OURS for form in _FORMS}
-    ours |= {folder / ".vramfarm", *saved, *_checkpoints(checkpoint_dir)}
+    ours |= {folder / ".vramfarm", *(outputs if are_saved else ()), *_checkpoints(checkpoint_dir)}
+    apart = [] if are_saved else [place for place in outputs if not place.is_relative_to(folder)]
     found = []
-    for number, (path, entry) in enumerate(_files(folder, ours)):
+    for number, (path, entry) in enumerate(chain.from_iterable(_files(place, ours) for place in (folder, *apart))):
+        name = one_line(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         if number >= _MAX_ENTRIES:
             found.append(f"{folder} (more files than were looked at)")
-        elif entry.st_mtime >= max(since.timestamp(), _fetched_at(path, run_dir)):
-            found.append(one_line(str(path.relative_to(folder))))
+        elif entry is None:
+            found.append(f"{name} (cannot be read)")
+        elif entry.st_mtime >= max(since.timestamp(), _fetched_at(path, run_dir)) or _is_in(path, outputs):
+            found.append(name)
         if len(found) >= _EXAMPLES or number >= _MAX_ENTRIES:
             break
     return tuple(found)
+
+
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
@@ -82,22 +99,39 @@ def has_files(folder: Path) -> bool:
         return True
 
 
-def _files(folder: Path, ours: set[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+def _files(folder: Path, ours: set[Path]) -> Iterator[tuple[Path, os.stat_result | None]]:
+    """None: it cannot be told what is there."""
     waiting = [folder]
     while waiting:
+        place = waiting.pop()
         try:
-            entries = list(os.scandir(waiting.pop()))
-        except FileNotFoundError:
+            entries = list(os.scandir(place))
+        except OSError:
+            yield from _alone(place)
             continue
         for entry in entries:
             path = Path(entry.path)
             if path in ours or entry.name in _MADE_AGAIN:
                 continue
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
+            if entry.is_dir(follow_symlinks=False):
                 waiting.append(path)
-            elif stat.S_ISREG(status.st_mode):
-                yield path, status
+            else:
+                yield from _alone(path)
+
+
+def _alone(path: Path) -> Iterator[tuple[Path, os.stat_result | None]]:
+    """A plain file, or what cannot be looked at; nothing of what is gone."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError:
+        yield path, None
+        return
+    if stat.S_ISREG(status.st_mode):
+        yield path, status
+    elif stat.S_ISDIR(status.st_mode):
+        yield path, None
 
 
 def _fetched_at(path: Path, run_dir: Path) -> float:

@@ -411,6 +411,24 @@ def test_outputs_need_a_store():
         load("command: t\noutputs: [/board]")
 
 
+@pytest.mark.parametrize(
+    ("output", "what"),
+    [
+        ("{workspace}", r"run folder \(/w/n\)"),
+        ("/w/n", r"run folder \(/w/n\)"),
+        ("{workspace}/{name}/checkpoints", r"checkpoints \(/w/n/checkpoints\)"),
+        ("{workspace}/n/checkpoints/step-1", r"checkpoints \(/w/n/checkpoints\)"),
+    ],
+)
+def test_outputs_are_the_scripts_own_folders(tmp_path, output, what):
+    """
+    The runner's records change all the time, and checkpoints would go up twice and stay for ever.
+    """
+    (tmp_path / "job.yaml").write_text(f"command: t\nname: n\noffload: {{to: s3://b}}\noutputs: ['{output}']")
+    with pytest.raises(JobError, match=f"job.yaml:4: outputs: /w.*found one of the {what}; name the folders"):
+        load_job(str(tmp_path / "job.yaml"), {"VRAMFARM_WORKSPACE": "/w"})
+
+
 def test_a_value_is_not_filled_twice():
     """
     What was put in is not searched again: a folder called `{name}` stays one.

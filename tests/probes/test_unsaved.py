@@ -78,6 +78,29 @@ def test_the_source_counts_only_where_the_run_wrote_into_it(tmp_path):
     assert ("job/source/abc/model.pt",) == look(tmp_path)
 
 
+def test_outputs_that_are_not_in_the_store_are_missed_however_old_and_wherever(tmp_path):
+    """
+    Whoever names a folder wants it off the machine: also what was there before the run, or lies beside the workspace.
+    """
+    board, beside = tmp_path / "w" / "board", tmp_path / "beside"
+    put(board / "old", age_s=7200)
+    put(beside / "older", age_s=7200)
+    put(tmp_path / "w" / "dataset", age_s=7200)
+    looks = {
+        are_saved: find_unsaved(
+            tmp_path / "w",
+            run_dir=tmp_path / "w" / "job",
+            checkpoint_dir=tmp_path / "w" / "job" / "checkpoints",
+            since=THEN,
+            outputs=(board, beside),
+            are_saved=are_saved,
+        )
+        for are_saved in (False, True)
+    }
+
+    assert {False: ("board/old", f"{beside}/older"), True: ()} == looks
+
+
 def test_links_are_not_followed(tmp_path):
     """
     Neither out of the folder, nor round in circles.

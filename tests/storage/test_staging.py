@@ -483,14 +483,68 @@ def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store,
 
 def test_what_cannot_be_copied_is_told(store, board, tmp_path):
     """
-    Names that the store cannot have; links lead elsewhere and are no files. A folder that is not there has nothing.
+    Names that the store cannot have; links lead elsewhere and are no files. A folder that is not there is named.
     """
     (board / own_path(Path("x"), "guard").name).write_bytes(b"")
     (board / "link").symlink_to("/etc/passwd")
     found = copy_outputs(store, "job", [board, tmp_path / "not-there"], tmp_path / "run", ignore)
 
-    assert (f"{board}/{own_path(Path('x'), 'guard').name}: a name that cannot be a key",) == found.left
+    assert ((f"{board}/{own_path(Path('x'), 'guard').name}", "a name that cannot be a key"),) == found.left
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
+    assert (3, 2, (f"{tmp_path}/not-there",)) == (found.num_files, found.num_stored, found.missing)
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(board, tmp_path):
+    """
+    Without rights, on a network disk that has gone, or deeper than a path may be: it is left, told, and missed at the end.
+    """
+    store, begun = FileStore(tmp_path / "store", Disk()), datetime.now(UTC) + timedelta(days=1)
+    deep = make_deep(board)
+    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    missed = find_unsaved(board, run_dir=tmp_path / "run", checkpoint_dir=tmp_path / "none", since=begun)
+
+    assert (2, 2, 1) == (found.num_files, found.num_stored, len(found.left))
+    assert (True, "File name too long") == (found.left[0][0].startswith(deep), found.left[0][1])
+    assert [True] == [one.endswith("d (cannot be read)") for one in missed]
+
+
+def make_deep(folder):
+    """Folders in one another, the last of which no path leads to; returns where they begin."""
+    name, at = "d" * 250, os.open(folder, os.O_RDONLY)
+    for _ in range(17):
+        os.mkdir(name, dir_fd=at)
+        inner = os.open(name, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = inner
+    os.mkdir("d", dir_fd=at)
+    os.close(at)
+    return f"{folder}/{name}"
+
+
+def test_a_file_that_the_store_refuses_costs_only_itself(store, board, tmp_path):
+    """
+    Longer names than it takes, a folder where it has a file: it is named, and all others go.
+    """
+    long = board / "a" / "/".join(["n" * 200] * 6)
+    long.parent.mkdir(parents=True)
+    long.write_bytes(b"long")
+    (board / "z").write_bytes(b"last")
+    if isinstance(store, FileStore):
+        store.put(f"job/outputs/tensorboard/a/{'n' * 200}", b"a file")
+    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+
+    assert [str(long)] == [path for path, _ in found.left]
+    assert {"tensorboard/run-1/events", "tensorboard/notes.txt", "tensorboard/z"} <= set(there(store))
+    assert (4, 3) == (found.num_files, found.num_stored)
+
+
+def test_an_output_may_be_a_file(store, board, tmp_path):
+    """
+    Whoever names one means it.
+    """
+    found = copy_outputs(store, "job", [board / "notes.txt"], tmp_path / "run", ignore)
+
+    assert ({"notes.txt": b"notes"}, 1, ()) == (there(store), found.num_stored, found.missing)
 
 
 class Vanishing(FileStore):
@@ -511,5 +565,5 @@ def test_a_file_that_vanishes_meanwhile_costs_only_itself(board, tmp_path):
     (board / "a" / "tmp").write_bytes(b"t")
     found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
 
-    assert (f"{board}/a/tmp: it is being written",) == found.left
+    assert ((f"{board}/a/tmp", "it is being written"),) == found.left
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))

@@ -69,16 +69,24 @@ class OffsiteError(StoreError):
 
     `curable`: unless somebody does something that no part of the job is changed by: renews the credentials,
     makes room. `damaged`: the bytes of one checkpoint are not those of its manifest, or its manifest is none;
-    take another one. No refusal is ever that.
+    take another one. No refusal is ever that. `of_object`: it is about one object, others may go.
     """
 
-    def __init__(
-        self, message: str, *, hint: str = "", final: bool, curable: bool = False, damaged: bool = False
+    def __init__(  # noqa: PLR0913  # all by name
+        self,
+        message: str,
+        *,
+        hint: str = "",
+        final: bool,
+        curable: bool = False,
+        damaged: bool = False,
+        of_object: bool = False,
     ) -> None:
         super().__init__(one_line(message), hint=one_line(hint))
         self.final = final
         self.curable = curable
         self.damaged = damaged
+        self.of_object = of_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

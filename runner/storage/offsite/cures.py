@@ -178,7 +178,7 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
         hint = f"{hint} to {_said(region)}"
     final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
     what = f"{where}: the store answered {status} {_said(code)}: {said}"
-    return OffsiteError(what, hint=hint, final=final, curable=curable)
+    return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=final and not (hint or curable))
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:

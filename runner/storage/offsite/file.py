@@ -56,10 +56,15 @@ _CURES: Final[Mapping[int, str]] = {
     errno.EEXIST: "a file is where a folder belongs: remove it, or correct offload.to",
     errno.EISDIR: "a folder is where a file belongs: remove it, or correct offload.to",
     errno.ELOOP: "correct offload.to: its links lead in a circle",
-    errno.ENAMETOOLONG: "correct offload.to, or give the job a shorter name",
+    errno.ENAMETOOLONG: "correct offload.to, or give the job, or this file, a shorter name",
+    errno.EILSEQ: "the disk of the store has no way to write this name: rename the file",
+    errno.EFBIG: "the disk of the store takes no file of this size: use another file system",
 }
 _NO_LINK: Final = "remove the link, or name the folder that it leads to: nothing is stored or read through one"
 _CURABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
+_OF_OBJECT: Final = frozenset(
+    {errno.ENAMETOOLONG, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EILSEQ, errno.EFBIG}
+)
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})  # some network disks
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
@@ -266,7 +271,8 @@ class FileStore:
 
     def _path(self, key: str) -> Path:
         if not is_key(key) or is_own_name(key.rpartition("/")[2]):
-            raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
+            what = f"{self.address}: expected a plain relative path for a key, got {key!r}"
+            raise OffsiteError(what, final=True, of_object=True)
         expect_no_link(self._root, key)
         return self._root / key
 
@@ -278,7 +284,8 @@ class FileStore:
             hint = _NO_LINK if error.strerror == LINK else _CURES.get(error.errno or 0, "")
             curable = error.errno in _CURABLE
             what = f"{self.address}/{key}".rstrip("/") + f": {error.strerror}"
-            raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable) from error
+            of_object = error.errno in _OF_OBJECT
+            raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable, of_object=of_object) from error
 
 
 def _tag(content: bytes) -> str:

@@ -181,7 +181,7 @@ class S3Store:
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         if "\\" in key:  # some servers take it for "/", and so for another object
-            raise OffsiteError(f"{self.address}/{key}: expected a name without a backslash", final=True)
+            raise OffsiteError(f"{self.address}/{key}: expected a name without a backslash", final=True, of_object=True)
         parts, kind = _plan_parts(shard, self._part_chunks), self.probe().checksums
         with self._plain_words(key):
             if len(parts) == 1:
@@ -443,7 +443,8 @@ class S3Store:
 
     def _named(self, key: str) -> _Named:
         if not is_key(key) or not _can_be_spelled(key):
-            raise OffsiteError(f"{self.address}: expected a plain relative path for a key, got {key!r}", final=True)
+            what = f"{self.address}: expected a plain relative path for a key, got {key!r}"
+            raise OffsiteError(what, final=True, of_object=True)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _plain_words(self, key: str) -> AbstractContextManager[None]:
