@@ -5,12 +5,28 @@ codes stay unique and `docs/exit-codes.md` can be generated from it.
 A message says where, what was expected, what was found; `hint` says what to do.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar, Final
+
+_MAX_DEPTH: Final = 40
 
 
 def one_line(text: str) -> str:
     """Names and words of others, as they may stand in a message: nothing in them moves a cursor or begins a line."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def in_plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401  # JSON
+    """The same, for every text in what others wrote as JSON."""
+    match value:
+        case str():
+            return one_line(value)
+        case dict() | list() if depth > _MAX_DEPTH:
+            return "..."
+        case dict():
+            return {one_line(name): in_plain(inner, depth + 1) for name, inner in value.items()}
+        case list():
+            return [in_plain(inner, depth + 1) for inner in value]
+    return value
 
 
 class RunnerError(Exception):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, Final
 
+from runner.errors import one_line
 from runner.facts import (
     Checkpoint,
     Conclusion,
@@ -147,8 +148,8 @@ class LeaseView:
         return Lease(
             state=state,
             fence=int(told.get("fence", 0)),
-            who=str(told.get("who", ""))[:200],
-            until=str(told.get("until", ""))[:40],
+            who=one_line(str(told.get("who", ""))[:200]),
+            until=one_line(str(told.get("until", ""))[:40]),
             trouble=trouble,
             vacancy=Vacancy(told.get("vacancy", Vacancy.SILENT)),
         )
@@ -182,7 +183,7 @@ def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
     with suppress(KeyError, ValueError, TypeError):  # of a newer runner, or not ours: nothing to go by
         return Conclusion(
             outcome=Outcome(fields["outcome"]),
-            reason=str(fields["reason"])[:500],
+            reason=one_line(str(fields["reason"])[:500]),
             at=datetime.fromisoformat(fields["at"]),
             attempt=last_attempt(fields),
         )

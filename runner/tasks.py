@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from runner.adapters.secrets import find_values, with_store_keys
-from runner.errors import JobError, RunnerError
+from runner.errors import JobError, RunnerError, one_line
 from runner.facts import Checkpoint, TaskKind
 from runner.policy.slow import WRITERS
 from runner.publishing import LEDGER, Publishing, read_json
@@ -227,7 +227,7 @@ def _survey_summary(found: transfer.Survey) -> str:
     unusable = f"; unusable: {'; '.join(found.problems[:_A_FEW])}{more}" if found.problems else ""
     newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
     count = len(found.checkpoints)
-    outcome = f"; the job is over there: {found.outcome.get('outcome')}" if found.outcome else ""
+    outcome = f"; the job is over there: {one_line(str(found.outcome.get('outcome')))}" if found.outcome else ""
     return f"{count or 'no'} checkpoint{'s' * (count != 1)}{newest}{unusable}{outcome}"
 
 

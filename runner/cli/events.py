@@ -15,7 +15,7 @@ from typing import Any, Final
 from runner.cli.output import out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import Address, open_run
-from runner.errors import StoreError
+from runner.errors import StoreError, in_plain
 from runner.storage import journal
 
 _LOOK_S: Final = 0.5
@@ -75,7 +75,7 @@ def _print(events: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
 
 def describe(event: Mapping[str, Any]) -> str:
     """`2026-01-01 03:12:40  exited  ending=failed code=1 …`; what is empty is left out."""
-    stamp = " " * 19
+    event, stamp = in_plain(event), " " * 19
     with suppress(KeyError, TypeError, ValueError, OverflowError):  # of a bucket: it may be anything
         stamp = f"{datetime.fromisoformat(event['at']).astimezone():%Y-%m-%d %H:%M:%S}"
     rest = {

@@ -16,7 +16,7 @@ from runner.cli.output import out, out_json
 from runner.cli.refusal import REFUSAL, newest_word
 from runner.cli.runs import STATUS, add_run, find_in_store, find_run, is_alive
 from runner.cli.stores import Address, read_small
-from runner.errors import JobError, StoreError
+from runner.errors import JobError, StoreError, in_plain
 from runner.facts import LeaseState, Verdict
 from runner.supervise.process import find
 from runner.words import span
@@ -85,7 +85,7 @@ def _read(run_dir: Path) -> bytes:
 
 def _parse(where: str, raw: bytes) -> Status:
     try:
-        status = json.loads(raw)
+        status = in_plain(json.loads(raw))
     except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict):

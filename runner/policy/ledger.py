@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
+from runner.errors import in_plain
 from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine
 from runner.policy.money import billed, tariff_of
 from vramfarm.protocol import Ref
@@ -144,7 +145,7 @@ def parse(fields: object) -> tuple[Machine, ...]:
     """Entries that can be read. Nothing in a store is trusted: what is no entry is left out."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("machines"), list):
         return ()
-    return tuple(_parse_all(fields["machines"][:MAX_MACHINES]))
+    return tuple(_parse_all(in_plain(fields["machines"][:MAX_MACHINES])))
 
 
 def _parse_all(entries: list[Any]) -> Iterator[Machine]:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from runner.errors import in_plain, one_line
 from runner.policy import ledger
 from runner.policy.goodput import share_out
 from runner.report.model import Report, Sample, Saved
@@ -64,8 +65,8 @@ def _report(  # noqa: PLR0913, PLR0917  # what differs between a folder and a st
     job = _object(read("job.json"))
     return Report(
         address=address,
-        status=status,
-        command=str(job.get("command", "")),
+        status=in_plain(status),
+        command=one_line(str(job.get("command", ""))),
         spendings=share_out(ledger.parse(machines), max((s.step for s in saved), default=0)),
         checkpoints=saved,
         samples=tuple(sample for number, name in metrics for sample in _samples(number, read(name) or b"")),

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.errors import StoreError
+from runner.errors import StoreError, one_line
 from runner.facts import Checkpoint
 from runner.storage.disk import Disk, lstat_inside
 from vramfarm.checksum import crc32
@@ -68,8 +68,8 @@ def describe(manifest: Manifest) -> Checkpoint:
         size_bytes=manifest.size_bytes,
         world_size=manifest.world_size,
         written_at=written_at if written_at.tzinfo else written_at.replace(tzinfo=UTC),
-        framework=manifest.framework,
-        origin=str(manifest.state.get(ORIGIN, ""))[:_MAX_ORIGIN],
+        framework=one_line(manifest.framework),
+        origin=one_line(str(manifest.state.get(ORIGIN, ""))[:_MAX_ORIGIN]),
     )
 
 

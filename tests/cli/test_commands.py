@@ -950,7 +950,7 @@ _ODD = (
     -1,
     10**30,
     True,
-    "\x1b[2J\ud800",
+    "\x1b[2J\ud800\nconclude succeeded",
     [[[{}]]],
     [{}],
     [[1]],
@@ -959,7 +959,7 @@ _ODD = (
 )
 
 
-@pytest.mark.parametrize("command", ["status", "events"])
+@pytest.mark.parametrize("command", ["status", "events", "report"])
 def test_what_is_hostile_in_a_store_moves_no_cursor_and_breaks_no_command(cli, stored, command):
     """
     Every field of what is read there, as anything that JSON can say: it is shown or left out, in plain signs.
@@ -972,7 +972,7 @@ def test_what_is_hostile_in_a_store_moves_no_cursor_and_breaks_no_command(cli, s
     events = (json.dumps({"event": odd, "at": odd, "reason": odd}) for odd in _ODD)
     journal.write_text("".join(f"{line}\n" for line in events))
     codes, said = set(), ""
-    for content in spoilt if command == "status" else [b"{}"]:
+    for content in {"status": spoilt, "report": spoilt[4:5]}.get(command, [b"{}"]):
         (folder / "status.json").write_bytes(content)
         for options in ((), ("--json",)):
             done = cli(command, stored, *options)
@@ -982,6 +982,7 @@ def test_what_is_hostile_in_a_store_moves_no_cursor_and_breaks_no_command(cli, s
     assert ({0, 2} if command == "status" else {0}) == codes, said
     assert "\x1b" not in said
     assert "?[2J" in said
+    assert "\nconclude succeeded" not in said  # nor does anything there begin a line of its own
 
 
 def test_status_of_a_run_that_the_store_does_not_have(cli, stored):
