@@ -455,7 +455,7 @@ def _listen_for_signals(on_leave: Callable[[], None]) -> socket.socket:
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         os.write(fd, content)

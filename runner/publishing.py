@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.policy import ledger
+from runner.storage.disk import alone_in
 from runner.storage.offsite import Store, transfer
 from runner.storage.offsite.known import Known
 
@@ -48,8 +49,15 @@ class Publishing:
     is_leaving: bool  # there are seconds left
     is_over: bool  # the run: what was published is looked at, and not believed
 
-    def publish_files(self, *, logs: bool) -> int:
-        """Returns their number. What has not changed is not read."""
+    def publish_files(self, *, logs: bool, wait: bool = True) -> int:
+        """
+        Returns their number. What has not changed is not read. An upload and a copy of their own may both want to:
+        one at a time, for a large file and the notes have one writer. Who does not `wait` leaves it to the other.
+        """
+        with alone_in(self.run_dir, wait=wait) as is_alone:
+            return self._publish_files(logs=logs) if is_alone else 0
+
+    def _publish_files(self, *, logs: bool) -> int:
         number = self._write_ledger()
         places = {
             "job.json": "job.json",

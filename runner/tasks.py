@@ -277,7 +277,7 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     publishing = _publishing(store, arguments)
     started = time.monotonic()
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
-        published = beside.submit(publishing.publish_files, logs=False)
+        published = beside.submit(publishing.publish_files, logs=False, wait=False)
         ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
         copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
         took = time.monotonic() - started

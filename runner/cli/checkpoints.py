@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from runner.cli.output import Bar, out, out_json, table, writing
+from runner.cli.output import Bar, note, out, out_json, table, writing
 from runner.cli.runs import expect_in_store, find_in_store
 from runner.cli.shelves import (
     Candidate,
@@ -141,7 +141,7 @@ def _rows_of_store(address: Address) -> list[dict[str, Any]]:
         survey = transfer.survey_readable(run.store, run.job, bar)
     expect_run(address, run, survey)
     for problem in survey.problems:
-        sys.stderr.write(f"unusable: {problem}\n")
+        note(f"unusable: {problem}")
     return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
 
 
@@ -284,7 +284,7 @@ def _export(args: argparse.Namespace) -> int:
         raise JobError(f"--max-shard-size: {error}") from None
     source, done = first_whole(candidates(args.which), partial(_export_one, Path(args.to), wish))
     if done.left_out:
-        sys.stderr.write(f"left out, no tensors of the model: {', '.join(done.left_out)}\n")
+        note(f"left out, no tensors of the model: {', '.join(done.left_out)}")
     if not args.json:
         for name in done.files:
             out(str(Path(args.to) / name))

@@ -22,7 +22,7 @@ from typing import Final, Protocol, cast
 
 from runner import __version__
 from runner.cli.bugreport import where, write_bug_report
-from runner.cli.streams import discard_stdout, open_what_is_closed, speaking, write_whatever_comes
+from runner.cli.streams import discard_stdout, open_what_is_closed, plain, speaking, write_whatever_comes
 from runner.errors import JobError, RunnerError
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
@@ -141,7 +141,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # nobody listens; the exit code still tells
-        print(line, file=sys.stderr, flush=True)  # noqa: T201  # the log of a command
+        print(plain(line), file=sys.stderr, flush=True)  # noqa: T201  # the log of a command
 
 
 def _is_nowhere() -> bool:

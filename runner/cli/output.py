@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,19 +10,23 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
-from runner.cli.streams import speaking
+from runner.cli.streams import plain, speaking
 from runner.errors import JobError
 from runner.words import span
 
 _SAY_EVERY_S: Final = 5.0  # into a file
 _DRAW_EVERY_S: Final = 0.1  # on a terminal
 _BAR_CELLS: Final = 24
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates cannot be written at all
 
 
 def out(text: str) -> None:
-    """A line of data, or several. What comes out of a bucket must not move a cursor."""
-    _write(_CONTROLS.sub("?", text))
+    """A line of data, or several."""
+    _write(plain(text))
+
+
+def note(text: str) -> None:
+    """A line for a person, beside the data."""
+    sys.stderr.write(f"{plain(text)}\n")
 
 
 def out_json(value: Any) -> None:  # noqa: ANN401  # JSON

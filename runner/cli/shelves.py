@@ -7,13 +7,13 @@ Libraries of the store are imported late: they are slow.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from runner.cli.output import note
 from runner.cli.runs import find_in_store, find_run, is_run, runs_in
 from runner.cli.stores import Address, StoredRun, open_run
 from runner.cli.workspace import workspace_of
@@ -130,7 +130,7 @@ def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> 
         if not (error.damaged and older):
             error.hint = f"this one is damaged; the next older is {newest.older}" if newest.older else error.hint
             raise
-        sys.stderr.write(f"passed over: {newest.ref.name}: {error}\n")
+        note(f"passed over: {newest.ref.name}: {error}")
         return first_whole(older, take)
 
 
@@ -171,7 +171,7 @@ def _expect_some(which: str, number: int, problems: Sequence[str], *, is_one: bo
             + (": name the folder it is in" if is_one else ""),
         )
     for problem in problems:
-        sys.stderr.write(f"passed over: {problem}\n")
+        note(f"passed over: {problem}")
 
 
 def _here(directory: CheckpointDir, ref: Ref) -> Candidate:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from runner.errors import MachineError
 
@@ -45,3 +47,11 @@ def discard_stdout() -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)
+
+
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates cannot be written at all
+
+
+def plain(text: str) -> str:
+    """What comes out of a bucket must not move a cursor."""
+    return _CONTROLS.sub("?", text)

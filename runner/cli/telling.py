@@ -14,6 +14,7 @@ from typing import Final
 
 import structlog
 
+from runner.cli.streams import plain
 from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
 from runner.job import Job
@@ -50,7 +51,7 @@ def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
     """`12:04:31 commit step=500`: no colour, nothing to parse."""
     del logger, name
     stamp, text = event.pop("timestamp"), event.pop("event")
-    return " ".join([stamp, text, *(f"{k}={v}" for k, v in event.items())])
+    return plain(" ".join([stamp, text, *(f"{k}={v}" for k, v in event.items())]))
 
 
 class _Stderr:

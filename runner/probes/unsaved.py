@@ -65,6 +65,7 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     What is in `outputs`, wherever these are, is missed however old it is, unless they `are_saved`.
     """
     ours = {run_dir / form.format(name) for name in _OURS for form in _FORMS}
+    ours |= {path for name in _OURS for path in run_dir.glob(f".{name}.*.tmp")}
     ours |= {folder / ".vramfarm", *(outputs if are_saved else ()), *_checkpoints(checkpoint_dir)}
     apart = [] if are_saved else [place for place in outputs if not place.is_relative_to(folder)]
     found = []

@@ -18,6 +18,7 @@ Nothing in the folder is trusted: what is broken or hostile is reported and pass
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,13 +49,14 @@ from vramfarm.protocol import (
 MAX_MANIFEST_BYTES: Final = 16 << 20  # of 10 TB; hostile JSON of this size takes half a GB to read
 FOLDER: Final = "checkpoints"  # of a run, unless its job says otherwise
 ORIGIN: Final = "origin"  # in the state of a manifest: the checkpoint of another run that it is a copy of
+_FRAMEWORK: Final = r"[\w.-]{1,40}"
 _MAX_ORIGIN: Final = 2000
 RESTORING: Final = f"{TEMPORARY}restore-"
 _NUM_READERS: Final = 4
 
 
 def describe(manifest: Manifest) -> Checkpoint:
-    """The manifest as a fact; `ProtocolError` if its time or its algorithm makes no sense."""
+    """The manifest as a fact; `ProtocolError` if its time, its algorithm or who wrote it makes no sense."""
     try:
         written_at = datetime.fromisoformat(manifest.written_at)
     except ValueError:
@@ -63,6 +65,10 @@ def describe(manifest: Manifest) -> Checkpoint:
         ) from None
     if manifest.algorithm != ALGORITHM:
         raise ProtocolError(f"{MANIFEST}: algorithm: expected {ALGORITHM!r}, got {manifest.algorithm[:40]!r}")
+    if not re.fullmatch(_FRAMEWORK, manifest.framework):
+        raise ProtocolError(f"{MANIFEST}: framework: expected a name, got {manifest.framework[:40]!r}")
+    if manifest.world_size < 1:
+        raise ProtocolError(f"{MANIFEST}: world_size: expected at least 1, got {manifest.world_size}")
     return Checkpoint(
         ref=manifest.ref,
         size_bytes=manifest.size_bytes,

@@ -13,8 +13,8 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -153,11 +153,34 @@ def pages(num_bytes: int) -> memoryview:
 
 def write_durable(disk: Disk, path: Path, data: bytes) -> None:
     """All of `data` is at `path` after a power loss, or what was there before; never a mixture."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two may write it at once
     disk.write(temporary, data)
     disk.sync(temporary)
     disk.rename(temporary, path)
     disk.sync(path.parent)
+
+
+@contextmanager
+def alone_in(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """
+    Of all who ask so, nobody else is at work in this folder meanwhile. False: somebody is, and is not waited for.
+
+    It ends with the process. A disk without locks keeps nobody away.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield _lock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, operation: int) -> bool:
+    with suppress(OSError):
+        try:
+            fcntl.flock(fd, operation)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def own_path(path: Path, ending: str) -> Path:

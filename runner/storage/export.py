@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, alone_in
 from runner.storage.offsite.contract import Block, OffsiteError, in_parallel
 from runner.storage.offsite.transfer import Meter, Progress, Source
 from vramfarm.checksum import crc32
@@ -129,19 +129,26 @@ def export(source: Source, folder: Path, wish: Wish, disk: Disk, progress: Progr
     total = sum(file.size_bytes for file in files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = _begin(folder, total, disk)
-        try:
-            _write(source, files, temporary, disk, progress)
-            _publish(files, temporary, folder, disk)
-        except (Exception, KeyboardInterrupt):
-            with suppress(OSError):  # the first error is the one to tell
-                _clear(folder, disk)
-            raise
-        disk.remove(temporary)
+        with alone_in(folder, wait=False) as is_alone:
+            if not is_alone:
+                raise StoreError(f"{folder}: another export writes there", hint="wait for it, or name another folder")
+            _export(source, folder, files, disk, progress)
     except OSError as error:
         raise StoreError(f"{error.filename or folder}: {error.strerror}; no model was written") from error
     names = tuple(file.name for file in files) + ((INDEX,) if len(files) > 1 else ())
     return Exported(files=names, num_tensors=len(tensors), size_bytes=total, left_out=left_out)
+
+
+def _export(source: Source, folder: Path, files: Sequence[_File], disk: Disk, progress: Progress) -> None:
+    temporary = _begin(folder, sum(file.size_bytes for file in files), disk)
+    try:
+        _write(source, files, temporary, disk, progress)
+        _publish(files, temporary, folder, disk)
+    except (Exception, KeyboardInterrupt):
+        with suppress(OSError):  # the first error is the one to tell
+            _clear(folder, disk)
+        raise
+    disk.remove(temporary)
 
 
 # ------------------------------------------------------------------------- what there is

@@ -36,6 +36,7 @@ def test_our_own_notes_keep_no_server(tmp_path):
     for path in (*(run.root / name for name in notes), *(getattr(run, name) for name in files)):
         put(path)
         put(path.with_name(f".{path.name}.tmp"))
+        put(path.with_name(f".{path.name}.4711.tmp"))
         put(path.with_name(f"{path.name}.new"))
 
     assert () == look(tmp_path)

@@ -16,7 +16,7 @@ import safetensors
 from runner.errors import StoreError
 from runner.storage import export as exporting
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, alone_in
 from runner.storage.export import HereSource, Wish, bf16_of_f32, export
 from runner.storage.offsite import transfer
 from runner.storage.offsite.transfer import StoreSource
@@ -329,6 +329,17 @@ def test_a_model_that_is_there_is_left_alone(directory, tmp_path):
         export(HereSource(directory, manifest.ref), tmp_path, Wish(), Disk(), ignore)
 
     assert b"mine" == (tmp_path / "model-00001-of-00002.safetensors").read_bytes()
+
+
+def test_two_exports_into_one_folder_are_not_mixed(directory, tmp_path):
+    """
+    The second one is told, and touches nothing of the first.
+    """
+    manifest = saved(directory, SMALL)
+    with alone_in(tmp_path, wait=False), pytest.raises(StoreError, match="another export writes there"):
+        export(HereSource(directory, manifest.ref), tmp_path, Wish(), Disk(), ignore)
+
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_a_full_disk_leaves_nothing(directory, tmp_path):

@@ -325,7 +325,8 @@ def test_after_a_reboot_a_half_fetched_file_is_fetched_anew(origin):
     """
     Its notes were written by a machine that may have lost the bytes.
     """
-    part = own_path(origin.to / "train" / "0.bin", "part")
+    mark = hashlib.sha256(str(origin.run_dir).encode()).hexdigest()[:8]
+    part = own_path(origin.to / "train" / "0.bin", f"{mark}.part")
     part.parent.mkdir(parents=True)
     part.write_bytes(bytes(len(LARGE)))
     notes = origin.run_dir / ".staging"
@@ -408,6 +409,23 @@ def test_a_killed_staging_goes_on(request, s3server, tmp_path):
         assert whole.items() <= corpus.items()
     origin.stage()
 
+    assert corpus == contents(origin.to)
+
+
+def test_two_runs_that_bring_in_the_same_do_not_write_into_one_anothers(request, s3server, tmp_path):
+    """
+    Two jobs on one machine may share a folder of data: what one of them calls whole is whole.
+    """
+    origin = Origin(request, tmp_path, "s3")
+    corpus = {f"{number}.bin": os.urandom(3 * CHUNK_BYTES + number) for number in range(3)}
+    origin.fill(tmp_path, corpus)
+    argv = [sys.executable, "-c", STAGE, origin.offload.model_dump_json(), str(origin.to)]
+    env, here = {"PATH": os.environ["PATH"], **origin.env}, Path(__file__).parents[2]
+    both = [
+        subprocess.Popen([*argv, str(tmp_path / name)], stdout=subprocess.DEVNULL, cwd=here, env=env) for name in "ab"
+    ]
+
+    assert [0, 0] == [process.wait(60) for process in both]
     assert corpus == contents(origin.to)
 
 

@@ -392,6 +392,19 @@ def test_a_path_through_a_file_is_said_at_once(tmp_path):
     assert (True, True) == (caught.value.final, bool(caught.value.hint)), caught.value
 
 
+def test_two_who_write_one_small_object_at_once_both_succeed(tmp_path):
+    """
+    The keeper and a copy of the report both write `status.json`: it is that of one of them, and whole.
+    """
+    store = FileStore(tmp_path / "store", Disk())
+    contents = [bytes([number]) * (1 + 50_000 * number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            list(pool.map(lambda content: store.put("job/status.json", content), contents))
+
+    assert store.get("job/status.json") in contents
+
+
 def test_abort_forgets_what_a_killed_writer_left_in_a_folder(tmp_path):
     """
     Only what is old enough.

@@ -409,6 +409,8 @@ def _shard(**changes):
         pytest.param(_spoiled(step=501), id="manifest of another checkpoint"),
         pytest.param(_spoiled(written_at="soon"), id="no time"),
         pytest.param(_spoiled(algorithm="md5"), id="unknown checksum"),
+        pytest.param(_spoiled(framework="\x1b]0;title\x07"), id="a framework that a terminal would obey"),
+        pytest.param(_spoiled(world_size=0), id="of nobody"),
         pytest.param(_spoiled(shards=[{"path": str(n)} for n in range(70_000)]), id="too many shards"),
         pytest.param(_spoiled(shards=10**9), id="a number of shards"),
         pytest.param(_shard(path="../../../../etc/passwd"), id="path that climbs out"),

@@ -111,13 +111,14 @@ class FileStore:
             self._commit(temporary, target)
 
     def put(self, key: str, content: bytes) -> None:
-        with self._place(key) as (temporary, target):
+        with self._place(key) as (_, target):
+            temporary = _unfinished(target)
             self._disk.write(temporary, content)
             self._commit(temporary, target)
 
     def put_new(self, key: str, content: bytes) -> bool:
         with self._place(key) as (_, target):
-            temporary = own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")  # others may write, too
+            temporary = _unfinished(target)
             self._disk.write(temporary, content)
             self._disk.sync(temporary)
             try:
@@ -144,7 +145,7 @@ class FileStore:
             there = self.get_version(key)
             if tag != (there.tag if there else None):
                 return None
-            temporary = own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")
+            temporary = _unfinished(target)
             self._disk.write(temporary, content)
             self._commit(temporary, target)
             return _tag(content)
@@ -286,6 +287,11 @@ class FileStore:
             what = f"{self.address}/{key}".rstrip("/") + f": {error.strerror}"
             of_object = error.errno in _OF_OBJECT
             raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable, of_object=of_object) from error
+
+
+def _unfinished(target: Path) -> Path:
+    """Of its own: others may write a small object, too. A large one has one writer, who goes on under the name it had."""
+    return own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")
 
 
 def _tag(content: bytes) -> str:

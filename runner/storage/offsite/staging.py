@@ -3,7 +3,7 @@ Data brought in before training: folders and files of stores, to places on this 
 
 A file gets its name, and the time it was stored, only when it is whole and compared; so a file
 with the size and the time of the listing is not fetched again, by whichever run. What is under
-way lies beside it, under a name that no file of the data can have; the pieces it has are noted
+way lies beside it, under a name of the run's that no file of the data can have; the pieces it has are noted
 in the run folder, and are believed as long as the machine has not been booted anew: what a crash
 of the machine took is fetched again.
 """
@@ -66,10 +66,11 @@ class _File:
     target: Path
     size_bytes: int
     modified_at: datetime
+    mark: str = ""  # of the run: two that bring the same file in do not write into one another's
 
     @property
     def part(self) -> Path:
-        return own_path(self.target, "part")
+        return own_path(self.target, f"{self.mark}.part")
 
     @property
     def num_pieces(self) -> int:
@@ -106,7 +107,8 @@ def stage(  # noqa: PLR0913  # called once, all by name
     """
     notes = run_dir / _NOTES
     progress(0.0, "listing")
-    files = [file for item in items for file in _find(item, open_at)]
+    mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    files = [file for item in items for file in _find(item, open_at, mark)]
     _expect_own_places(files)
     missing = [file for file in files if not file.is_here()]
     try:
@@ -129,10 +131,10 @@ def stage(  # noqa: PLR0913  # called once, all by name
 # ------------------------------------------------------------------------------------ listing
 
 
-def _find(item: Item, open_at: Callable[[str], Store]) -> Iterator[_File]:
+def _find(item: Item, open_at: Callable[[str], Store], mark: str) -> Iterator[_File]:
     address = item.source.rstrip("/")
     if _is_local_file(address):
-        yield _single(item, address, open_at)
+        yield _single(item, address, open_at, mark)
         return
     store, number, strays = open_at(address), 0, list[str]()
     for number, entry in enumerate(store.list("", strays.append), 1):  # noqa: B007  # used below
@@ -144,6 +146,7 @@ def _find(item: Item, open_at: Callable[[str], Store]) -> Iterator[_File]:
             target=Path(item.to) / entry.key,
             size_bytes=entry.size_bytes,
             modified_at=entry.modified_at,
+            mark=mark,
         )
     if strays:
         raise OffsiteError(
@@ -152,14 +155,14 @@ def _find(item: Item, open_at: Callable[[str], Store]) -> Iterator[_File]:
             final=True,
         )
     if number == 0:
-        yield _single(item, address, open_at)
+        yield _single(item, address, open_at, mark)
 
 
 def _is_local_file(address: str) -> bool:
     return address.startswith("file://") and Path(unquote(urlsplit(address).path)).is_file()
 
 
-def _single(item: Item, address: str, open_at: Callable[[str], Store]) -> _File:
+def _single(item: Item, address: str, open_at: Callable[[str], Store], mark: str) -> _File:
     parent, _, name = address.rpartition("/")
     store = open_at(parent) if not parent.endswith(("/", ":")) else None
     found = [entry for entry in store.list(name) if entry.key == name] if store else []
@@ -172,7 +175,9 @@ def _single(item: Item, address: str, open_at: Callable[[str], Store]) -> _File:
     to = Path(item.to)
     target = to / name if item.to.endswith("/") or to.is_dir() else to
     entry = found[0]
-    return _File(store=store, key=name, target=target, size_bytes=entry.size_bytes, modified_at=entry.modified_at)
+    return _File(
+        store=store, key=name, target=target, size_bytes=entry.size_bytes, modified_at=entry.modified_at, mark=mark
+    )
 
 
 def _expect_own_places(files: Sequence[_File]) -> None:
