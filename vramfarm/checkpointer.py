@@ -28,13 +28,13 @@ from torch import nn
 
 from vramfarm import alike, copies, data, memory, resuming, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
-from vramfarm.data import Feed, Position, Saved, World
+from vramfarm.data import Feed, Position, Saved
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
 from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
-from vramfarm.run import Choice, Wanted
+from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
 from vramfarm.state import Snapshot
 from vramfarm.still import Still
@@ -84,11 +84,11 @@ class Checkpointer:
         self._allow_pickle = allow_pickle
         self._check()
         self._world = run.current_world()
-        self._data_world = World(*data_parallel) if data_parallel else self._world
+        self._data_world = data.parse_world(data_parallel) if data_parallel else self._world
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
         self._meshes = state.compare(run.share(self._world, state.outline(self._models())), self._world.rank)
-        wanted = Wanted(Path(dir), run.parse_interval(save_interval), keep_last, resume, run.parse_staging(staging))
+        wanted = run.wanted(dir, save_interval, keep_last, resume, staging)
         page, env = run.make_env(self._world, wanted)
         if page[Word.ENDED]:
             raise RuntimeError("this attempt's training has ended; under a supervisor there is one Checkpointer")
@@ -105,7 +105,9 @@ class Checkpointer:
         self._rng: Any = None
         self._feed: tuple[Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
-        self._driving = False
+        self._driving = self._is_half = (
+            False  # half: left in the middle of a step, so that memory has the state of none
+        )
         self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
         self._taking = 0  # samples of the batch that the loop's body has
         self._finished = False
@@ -153,6 +155,7 @@ class Checkpointer:
         the default: a loop that steps its optimizer with every batch would be counted wrong.
         """
         self._compare(accumulate)
+        self._is_half = False
         loader = self._loader if loader is None else loader
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
@@ -195,6 +198,8 @@ class Checkpointer:
         if self._finished:
             return
         self._count_open_step()
+        if self._is_half:
+            raise RuntimeError(f"the final state could not be saved: step {self._step + 1} is half made")
         ended = self._seat.finish(self._stage)
         if ended in {Ended.NO, Ended.FAILED}:
             why = self._seat.page.error() if ended is Ended.FAILED else self._seat.why_no_end()
@@ -212,12 +217,14 @@ class Checkpointer:
             self._warm_up.close()
             self._warm_up = None
 
-    def _at_exit(self) -> None:
+    def _at_exit(self, pid: int) -> None:
         """
         A script that ends without `finish`, after a `break` or in a loop of its own, loses nothing;
         one that crashed only gets what it staged onto the disk.
         """
-        if self._finished or run.has_crashed():
+        if os.getpid() != pid:  # a fork of the script: the training is its parent's
+            return
+        if self._finished or self._is_half or run.has_crashed():
             self._seat.wait(_EXIT_PATIENCE_S)
             return
         self._finished = True
@@ -263,8 +270,20 @@ class Checkpointer:
             )
 
     def _count_open_step(self) -> None:
-        """A body that does not come back made a step if the optimizer did. It is not saved now."""
-        if self._driving and self._stepped_in == self._step:
+        """
+        A body that does not come back made a step if the optimizers did that made the step before it. It is not saved now.
+
+        Where only some did, as when an exception comes between two, nothing is saved any more.
+        """
+        made = {number for number, step in self._stepped.items() if step == self._step}
+        left = {number for number, step in self._stepped.items() if step == self._step - 1}
+        if self._driving and made and left:
+            self._is_half = True
+            self._seat.skip(self._step + 1)
+            self._say(
+                f"left in the middle of step {self._step + 1}, when not all optimizers had stepped: it is not saved"
+            )
+        elif self._driving and made:
             self._position.advance(self._taking)
             self._step += 1
             self._seat.skip(self._step)
@@ -406,6 +425,10 @@ class Checkpointer:
 
     def _check(self) -> None:
         """Refuse now what would fail at the first save."""
+        if not isinstance(self._model, nn.Module):
+            raise TypeError(
+                f"model: expected a torch.nn.Module, got {type(self._model).__qualname__}; others by a name of their own"
+            )
         for _, optimizer in self._optimizers:
             state.check_optimizer(optimizer)
         for name, thing in self._objects.items():
@@ -540,18 +563,21 @@ class Checkpointer:
             self._seat.tend()
 
     def _begin(self) -> None:
-        for _, optimizer in self._optimizers:
+        self._stepped = dict.fromkeys(
+            range(len(self._optimizers)), self._step - 1
+        )  # how many were finished when each did last
+        for number, (_, optimizer) in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(self._note_step)
+                optimizer.register_step_post_hook(partial(self._note_step, number))
         self._is_warm = False
         self._copier.idle = self._prepare
         self._seat.warm(done=False)
         self._seat.start(self._step, samples=self._position.samples)
         run.watch_for_a_crash()
-        atexit.register(self._at_exit)
+        atexit.register(self._at_exit, os.getpid())
 
-    def _note_step(self, *_: object) -> None:
-        self._stepped_in = self._step
+    def _note_step(self, number: int, *_: object) -> None:
+        self._stepped_in = self._stepped[number] = self._step
 
     def _say(self, text: str) -> None:
         if self._world.rank == 0:
@@ -561,8 +587,19 @@ class Checkpointer:
 def _named_optimizers(
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[tuple[str, torch.optim.Optimizer]]:
-    several = [given] if hasattr(given, "param_groups") else list(given)
-    return [("optimizer" if i == 0 else f"optimizer_{i + 1}", one) for i, one in enumerate(several)]
+    several = [given] if hasattr(given, "param_groups") or not isinstance(given, Iterable) else list(given)
+    for one in several:
+        if not hasattr(one, "param_groups"):
+            raise TypeError(
+                f"optimizer: expected an optimizer or a list of them, got {type(one).__qualname__} in {type(given).__qualname__}"
+            )
+    return [("optimizer" if i == 0 else f"optimizer_{i + 1}", _unwrapped(one)) for i, one in enumerate(several)]
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that does the work: accelerate wraps it in one that was never initialised."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

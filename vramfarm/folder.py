@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vramfarm import protocol
 from vramfarm.protocol import Manifest
 
-_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES = 4 * protocol.MAX_MANIFEST_BYTES  # what was written before there was a limit is read
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,33 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     Make the shards in `temporary` a checkpoint: all of it is durable, or nothing is there.
 
     `UnsyncedError`: it is there, and all but its name is durable. It stays, since any start goes on from it.
+    `ValueError`: its manifest would be too large to be read.
     """
-    _write(temporary / protocol.MANIFEST, protocol.dump_manifest(manifest))
+    raw = protocol.dump_manifest(manifest)
+    if len(raw) > protocol.MAX_MANIFEST_BYTES:
+        raise ValueError(_too_large(manifest, len(raw)))
+    _write(temporary / protocol.MANIFEST, raw)
     sync_folder(temporary)
     final = temporary.with_name(manifest.ref.name)
     _rename(temporary, final)  # the commit
     return final
+
+
+def _too_large(manifest: Manifest, num_bytes: int) -> str:
+    sizes = {name: len(json.dumps(value)) for name, value in _described(manifest.state)}
+    name = max(sizes, key=lambda name: sizes[name], default="")
+    largest = f", {_size(sizes[name])} of it the state of {name}" if name else ""
+    return (
+        f"{protocol.MANIFEST} would have {_size(num_bytes)}{largest}; expected at most {_size(protocol.MAX_MANIFEST_BYTES)}: "
+        "keep large values as tensors or numpy arrays of numbers, which go to the shards"
+    )
+
+
+def _described(state: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for rank in state.get("ranks", {}).values():
+        yield from rank.get("own", {}).items()
+        for kind in ("models", "optimizers", "objects"):
+            yield from rank.get("shared", {}).get(kind, {}).items()
 
 
 def remove(path: Path) -> None:
@@ -150,8 +173,8 @@ def discard_leftovers(directory: Path, prefix: str = protocol.TEMPORARY) -> None
 
 
 def prune(directory: Path, keep_last: int) -> None:
-    """Keep the newest `keep_last`."""
-    for stored in committed(directory)[keep_last:]:
+    """Keep the newest `keep_last`, and one whatever that says."""
+    for stored in committed(directory)[max(keep_last, 1) :]:
         remove(stored.path)
 
 

@@ -6,6 +6,7 @@ A shard also carries DCP's sharding information, so torch's own reader can resha
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -132,11 +133,53 @@ def want_of_cover(shards: Iterable[Iterable[Placed]]) -> str:
         for one in placed:
             boxes.setdefault(one.box.key, []).append(one.box)
     for key, several in boxes.items():
+        if len(several) == 1 and not any(several[0].offsets):
+            continue
+        if len(ranks := {len(box.shape) for box in several}) > 1:
+            return f"{key}: staged with {' and with '.join(map(str, sorted(ranks)))} dimensions"
         whole = [max(b.offsets[d] + b.shape[d] for b in several) for d in range(len(several[0].shape))]
         held = sum(math.prod(box.shape) for box in several)
         if held != math.prod(whole):
             return f"{key}: {math.prod(whole)} elements, and the ranks staged {held} of it"
+        if overlap(several):
+            return f"{key}: some of its elements were staged twice, and others not at all"
     return ""
+
+
+def overlap(boxes: Sequence[Box]) -> bool:
+    """
+    Whether any two boxes of one tensor have an element in common.
+
+    Where a cut along one dimension goes through no box, both sides are looked at apart: of n slices that takes n log n.
+    """
+    groups = [[box for box in boxes if math.prod(box.shape)]]
+    while groups:
+        group = groups.pop()
+        if len(group) <= 1:
+            continue
+        parts = next((found for d in range(len(group[0].shape)) if len(found := _cut(group, d)) > 1), None)
+        if parts is not None:
+            groups += parts
+        elif any(_meet(one, other) for one, other in itertools.combinations(group, 2)):
+            return True
+    return False
+
+
+def _cut(boxes: Iterable[Box], dim: int) -> list[list[Box]]:
+    """Cut along a dimension wherever no box is cut through."""
+    parts: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        if not parts or box.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offsets[dim] + box.shape[dim])
+    return parts
+
+
+def _meet(one: Box, other: Box) -> bool:
+    sides = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
 
 
 def header_bytes(first: bytes, size: int) -> int:

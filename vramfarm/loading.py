@@ -161,6 +161,8 @@ def _check_parts(key: str, parts: Sequence[_Part]) -> None:
     kinds = {(part.placed.box.dtype, len(part.placed.box.shape)) for part in parts}
     if len(kinds) != 1 or not {dtype for dtype, _ in kinds} <= TORCH_DTYPES.keys():
         raise DamagedError(f"{parts[0].file.name}: {key}: its parts are of kinds {sorted(kinds)}")
+    if len(parts) > 1 and image.overlap([part.placed.box for part in parts]):
+        raise DamagedError(f"{parts[0].file.name}: {key}: parts of it overlap, so others may be missing")
 
 
 class _Overlap:

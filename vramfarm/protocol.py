@@ -60,6 +60,7 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
+MAX_MANIFEST_BYTES: Final = 16 << 20  # enough for 10 TB; hostile JSON of this size takes half a GB to read
 WAITING: Final = "waiting: "  # begins what `ControlPage.error` says of a save that has not failed
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not

@@ -93,6 +93,7 @@ def agree(world: World, directory: Path, resume: str, say: Say) -> Choice:
     mine: Any = None
     if world.rank == 0:
         try:
+            run.expect_writable(directory)
             run.expect_no_other_writer(directory)
             choice = run.choose(directory, resume)
             for reason in run.passed_over(directory, choice.resume) if choice.resume else ():

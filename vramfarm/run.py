@@ -11,9 +11,11 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +52,19 @@ class Wanted:
     staging: str
 
 
+def wanted(directory: str | Path, save_interval: object, keep_last: object, resume: object, staging: object) -> Wanted:
+    """Return what a script asks for; `ValueError` says which keyword is not what it can be."""
+    if "://" in str(directory):
+        raise ValueError(
+            f"dir: expected a folder on this machine, got {str(directory)!r}; the runner copies to a bucket (offload.to)"
+        )
+    if type(keep_last) is not int or keep_last < 1:
+        raise ValueError(f"keep_last: expected a number of checkpoints, 1 at least, got {keep_last!r}")
+    place = Path(directory).expanduser()
+    chosen = str(resume) if str(resume) in {"auto", "never"} else str(Path(str(resume)).expanduser())
+    return Wanted(place, parse_interval(save_interval), keep_last, chosen, parse_staging(staging))
+
+
 @dataclass(frozen=True)
 class Choice:
     """What to resume from, `None` at step 0, and the lineage and attempt that begin."""
@@ -59,20 +74,23 @@ class Choice:
     attempt: int
 
 
-def parse_interval(value: float | str | timedelta) -> float:
-    """`30m`, `90s`, `1h`, a timedelta, or seconds."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, int | float):
-        return float(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value.strip())
-    if match is None:
-        raise ValueError(f"save_interval: expected something like 30m, 90s or seconds, got {value!r}")
-    return float(match[1]) * _UNITS[match[2]]
+def parse_interval(value: object) -> float:
+    """`30m`, `90s`, `1h`, a timedelta, or seconds: more than none of them."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", value.strip()) if isinstance(value, str) else None
+    seconds = math.nan
+    if match is not None:
+        seconds = float(match[1]) * _UNITS[match[2]]
+    elif isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"save_interval: expected something like 30m, 90s or seconds, more than 0, got {value!r}")
+    return seconds
 
 
-def parse_staging(value: str) -> str:
-    if value not in {"auto", "full", "chunked"}:
+def parse_staging(value: object) -> str:
+    if not isinstance(value, str) or value not in {"auto", "full", "chunked"}:
         raise ValueError(f"staging: expected auto, full or chunked, got {value!r}")
     return value
 
@@ -158,7 +176,7 @@ def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) ->
     path = path.absolute()
     stored = folder.read(path)
     if isinstance(stored, str):
-        raise ResumeError(f"resume: {path}: {stored}")
+        raise ResumeError(f"resume: expected auto, never or a checkpoint's folder; {path}: {stored}")
     if not found or found[0].manifest.ref == stored.manifest.ref:
         return Choice(path, max(lineage, stored.manifest.lineage), attempt)
     return Choice(path, lineage + 1, 1)
@@ -200,6 +218,16 @@ def saver_env(env: Mapping[str, str], choice: Choice) -> dict[str, str]:
 def num_shards_text(manifest: protocol.Manifest) -> str:
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return f"step {manifest.step}, {ranks}, {manifest.size_bytes / 1e6:.1f} MB"
+
+
+def expect_writable(directory: Path) -> None:
+    """`ResumeError` if nothing can be saved there: better now than in the morning."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ResumeError(f"no checkpoint can be saved: {folder.describe_error(directory, error)}") from error
 
 
 def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_S) -> None:

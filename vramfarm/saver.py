@@ -202,7 +202,7 @@ class Saver:
             why = folder.describe_error(self._orders.directory, error)
             self._fail(f"step {save.step} is written, and starts go on from it, but a power loss may take it: {why}")
             return
-        except (OSError, SaveError, ValueError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  # a saver that dies of it would find the save pending, and die again
             self._fail_save(self._explain(error))
             return
         self._publish(save, manifest, time.monotonic_ns() - started)
@@ -220,7 +220,9 @@ class Saver:
                 return folder.describe_error(self._orders.directory, error)
             case MemoryError() | RuntimeError():  # RuntimeError: a thread that could not be started
                 return f"no memory, or no thread, to write it with ({error!r}): raise the memory limit; the next save tries again"
-        return str(error)
+            case SaveError() | ValueError():
+                return str(error)
+        return f"a fault of the saver: {error!r}; the next save tries again"
 
     def _publish(self, save: Save, manifest: protocol.Manifest, took_ns: int) -> None:
         page = self._page

@@ -42,8 +42,15 @@ class Snapshot:
     pieces: list[Piece] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
+    _keys: set[str] = field(default_factory=set)
 
     def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> None:
+        """Add a tensor. `StateError` if another one has its key, as those of {"a.b": one, "a": {"b": other}} have."""
+        if key in self._keys:
+            raise StateError(
+                f"{key}: two tensors would have this name in the checkpoint; give them keys that differ as text, and without dots"
+            )
+        self._keys.add(key)
         piece = staging.piece_of(
             key, tensor, rank=self.rank, world_size=self.world_size, spread=spread, meshes=self.meshes
         )
@@ -73,6 +80,8 @@ class Snapshot:
         """Return JSON for `value`; its tensors go to the shards, those `beside` a tensor as that is spread."""
 
         def leaf(where: str, inner: Any) -> Any:  # noqa: ANN401  # whatever a state_dict holds
+            if type(inner).__name__ == "ndarray":  # the bytes of a large one
+                inner = torch.from_numpy(inner if inner.flags.writeable else inner.copy())
             if isinstance(inner, Tensor):
                 if beside is not None:
                     self.add_beside(where, inner, beside)

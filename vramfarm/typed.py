@@ -16,6 +16,9 @@ from typing import Any, Final
 
 TAG: Final = "$"
 _NUMBERS: Final = "biufc"  # kinds of numpy types
+LARGE_BYTES: Final = (
+    64 << 10
+)  # an array from here on is the leaf's: as JSON it would take a third more, and its reader's patience
 
 Leaf = Callable[[str, Any], Any]
 
@@ -63,6 +66,9 @@ def _encode_numpy(value: Any, path: str, leaf: Leaf) -> Any:  # noqa: ANN401  # 
         return encode(value.item(), path, leaf)
     if type(value).__name__ != "ndarray" or value.dtype.kind not in _NUMBERS:
         return refuse(path, value)
+    if value.nbytes >= LARGE_BYTES and leaf is not refuse:
+        in_order = value if value.flags.c_contiguous else value.copy(order="C")
+        return _tagged("array", [value.dtype.str, list(value.shape), leaf(path, in_order.reshape(-1).view("u1"))])
     raw = base64.b64encode(value.tobytes()).decode()
     return _tagged("ndarray", [value.dtype.str, list(value.shape), raw])
 
@@ -89,9 +95,21 @@ def _decode_ndarray(inner: Any, _: Leaf) -> Any:  # noqa: ANN401  # see encode
     import numpy as np  # noqa: PLC0415  # only where an array was saved
 
     dtype, shape, raw = inner
-    if np.dtype(dtype).kind not in _NUMBERS:
-        raise StateError(f"the checkpoint holds an array of {dtype!r}; expected numbers")
-    return np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
+    return np.frombuffer(base64.b64decode(raw), _expect_numbers(np.dtype(dtype))).reshape(shape).copy()
+
+
+def _decode_array(inner: Any, leaf: Leaf) -> Any:  # noqa: ANN401  # see encode
+    """In the leaf's memory, which may be filled later."""
+    import numpy as np  # noqa: PLC0415  # only where an array was saved
+
+    dtype, shape, flat = inner
+    return decode(flat, leaf).numpy().view(_expect_numbers(np.dtype(dtype))).reshape(shape)
+
+
+def _expect_numbers(dtype: Any) -> Any:  # noqa: ANN401  # numpy's
+    if dtype.kind not in _NUMBERS:
+        raise StateError(f"the checkpoint holds an array of {dtype.str!r}; expected numbers")
+    return dtype
 
 
 def _pairs(inner: Any, leaf: Leaf) -> list[tuple[Any, Any]]:  # noqa: ANN401  # see encode
@@ -111,6 +129,7 @@ _DECODERS: Final[dict[str, Callable[[Any, Leaf], Any]]] = {
     "bytes": lambda inner, _: base64.b64decode(inner),
     "bytearray": lambda inner, _: bytearray(base64.b64decode(inner)),
     "ndarray": _decode_ndarray,
+    "array": _decode_array,
 }
 
 

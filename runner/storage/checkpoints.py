@@ -36,6 +36,7 @@ from vramfarm.protocol import (
     CHUNK_BYTES,
     DAMAGED,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     REMOVED,
     TEMPORARY,
     Manifest,
@@ -46,7 +47,6 @@ from vramfarm.protocol import (
     parse_manifest,
 )
 
-MAX_MANIFEST_BYTES: Final = 16 << 20  # of 10 TB; hostile JSON of this size takes half a GB to read
 FOLDER: Final = "checkpoints"  # of a run, unless its job says otherwise
 ORIGIN: Final = "origin"  # in the state of a manifest: the checkpoint of another run that it is a copy of
 _FRAMEWORK: Final = r"[\w.-]{1,40}"

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -868,3 +869,177 @@ def test_a_loss_is_reported_as_training_has_it():
     loss = (torch.ones(1, requires_grad=True) * 2).sum()
 
     assert (2.0, 0.5, None) == (_scalar(loss), _scalar(0.5), _scalar(None))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keep_last": 0}, "keep_last: expected a number of checkpoints, 1 at least, got 0"),
+        ({"keep_last": -1}, "keep_last: expected a number of checkpoints, 1 at least, got -1"),
+        ({"keep_last": None}, "keep_last: expected a number of checkpoints, 1 at least, got None"),
+        ({"save_interval": -1}, "save_interval: expected something like 30m, 90s or seconds, more than 0, got -1"),
+        ({"save_interval": float("nan")}, "save_interval: expected something like 30m, .* got nan"),
+        ({"dir": "s3://bucket/run"}, "dir: expected a folder on this machine, got 's3://bucket/run'"),
+        ({"resume": True}, "resume: expected auto, never or a checkpoint's folder; .*/True"),
+        ({"data_parallel": (5, 2)}, r"data_parallel: expected \(rank, size\) .* got \(5, 2\)"),
+        ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
+        ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
+        ({"model": [nn.Linear(1, 1)]}, "model: expected a torch.nn.Module, got list"),
+    ],
+    ids=str,
+)
+def test_what_a_keyword_cannot_be_is_refused_by_its_name(tmp_path, given, said):
+    """
+    Before anything is trained: with `keep_last=0` each save would remove itself.
+    """
+    with pytest.raises((ValueError, TypeError, ResumeError), match=said):
+        Checkpointer(**{"model": nn.Linear(1, 1), "dir": tmp_path} | given)
+
+
+def test_a_folder_that_nothing_can_be_saved_in_is_refused(tmp_path):
+    """
+    In the first second, and not in the morning.
+    """
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ResumeError, match=r"no checkpoint can be saved: .*/file/checkpoints: Not a directory"):
+        Checkpointer(nn.Linear(1, 1), dir=tmp_path / "file" / "checkpoints")
+
+
+def test_the_newest_checkpoint_is_never_pruned(tmp_path):
+    """
+    Whatever number comes to the rotation.
+    """
+    train(tmp_path, 2)
+    folder.prune(tmp_path / "checkpoints", 0)
+
+    assert [2] == [stored.manifest.step for stored in folder.committed(tmp_path / "checkpoints")]
+
+
+class Given:
+    """Has a state, and takes any other."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_large_arrays_are_in_the_shards(tmp_path):
+    """
+    Of any kind of number and any order in memory, bit by bit; the manifest stays small.
+    """
+    numbers = np.random.default_rng(0)
+    arrays = {
+        "plain": numbers.standard_normal((300, 200)),
+        "turned": numbers.integers(0, 9, (200, 300), dtype="<i2").T,
+        "complex": numbers.standard_normal(20_000) + 1j,
+        "flags": numbers.standard_normal(100_000) > 0,
+        "frozen": np.broadcast_to(np.float32(1.5), (400, 100)),
+        "small": np.arange(3, dtype=">u4"),
+    }
+    train(tmp_path, 1, buffer=Given(arrays))
+    back = Given({})
+    train(tmp_path, 1, buffer=back)
+
+    assert [(n, a.dtype, a.tolist()) for n, a in arrays.items()] == [
+        (n, a.dtype, a.tolist()) for n, a in back.state.items()
+    ]
+    assert all(array.flags.writeable for array in back.state.values())
+    assert (newest(tmp_path).path / protocol.MANIFEST).stat().st_size < 100_000
+
+
+def test_a_manifest_that_nobody_could_read_is_not_committed(tmp_path):
+    """
+    What makes it so large is named; a checkpoint that is there can be read.
+    """
+    with pytest.raises(
+        RuntimeError, match=r"MANIFEST.json would have 2\d\.\d MB, 2\d\.\d MB of it the state of buffer"
+    ):
+        train(tmp_path, 1, buffer=Given({"raw": bytes(17 << 20)}))
+
+    assert [] == list((tmp_path / "checkpoints").glob("*step-*"))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{1: torch.ones(3), "1": torch.zeros(3)}, {"a.b": torch.ones(1, 2), "a": {"b": torch.ones(2, 1)}}],
+    ids=["a number and its text", "a dot"],
+)
+def test_two_tensors_of_one_name_are_refused(tmp_path, state):
+    """
+    One would come back as the other, or as what was in memory.
+    """
+    with pytest.raises(StateError, match=r"buffer\.(1|a\.b): two tensors would have this name"):
+        Checkpointer(nn.Linear(1, 1), buffer=Given(state), dir=tmp_path)
+
+
+def test_a_step_that_only_one_of_two_optimizers_made_is_not_saved(tmp_path, capsys):
+    """
+    An exception between them leaves the state of no step; what was saved before is what counts.
+    """
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizers = [torch.optim.Adam(m.parameters()) for m in (one, other)]
+    ckpt = Checkpointer(nn.ModuleDict({"one": one, "other": other}), optimizers, dir=tmp_path)
+
+    def loop():
+        for step, (batch,) in ckpt.steps([(torch.ones(1, 1),)] * 9):
+            for module, optimizer in zip((one, other), optimizers, strict=True):
+                module(batch).sum().backward()
+                if step == 5 and module is other:
+                    raise ZeroDivisionError
+                optimizer.step()
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    with pytest.raises(RuntimeError, match="step 6 is half made"):
+        ckpt.finish()
+
+    assert (
+        "left in the middle of step 6, when not all optimizers had stepped: it is not saved" in capsys.readouterr().err
+    )
+    assert [] == folder.committed(tmp_path)
+
+
+def test_a_fork_of_the_script_does_not_end_its_training(tmp_path):
+    """
+    Its exit is its own: the parent goes on, and its last state is saved.
+    """
+    code = (
+        "import os, sys, torch\nfrom vramfarm import Checkpointer\nmodel = torch.nn.Linear(1, 1)\n"
+        "ckpt = Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "for step, _ in ckpt.steps([0] * 9):\n"
+        "    model(torch.ones(1)).sum().backward()\n"
+        "    ckpt._optimizers[0][1].step()\n"
+        "    if step == 2:\n"
+        "        child = os.fork()\n"
+        "        if not child:\n"
+        "            sys.exit(0)\n"
+        "        os.waitpid(child, 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=200, check=True)
+
+    assert 9 == newest(tmp_path).manifest.step
+
+
+def test_accelerates_optimizer_is_the_one_in_it(tmp_path):
+    """
+    It never initialised what it inherits; what it wraps does the work and is saved.
+    """
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Linear(2, 1)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters()))
+    ckpt = Checkpointer(model, wrapped, dir=tmp_path / "checkpoints")
+    for _, batch in ckpt.steps([torch.ones(1, 2)] * 3):
+        model(batch).sum().backward()
+        wrapped.step()
+        wrapped.zero_grad()
+
+    again = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(again.parameters())
+    assert 3 == Checkpointer(again, optimizer, dir=tmp_path / "checkpoints").start_step
+    assert [3.0, 3.0] == [one["step"].item() for one in optimizer.state.values()]

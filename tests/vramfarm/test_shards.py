@@ -1,5 +1,6 @@
 """The shards: readable by others, verified by us, each byte with one writer."""
 
+import itertools
 import json
 import math
 import os
@@ -38,17 +39,26 @@ TENSORS = {
 
 def write(directory, tensors, world_size, *, rows=("w",)):
     """Write a checkpoint as `world_size` ranks would: `rows` are sharded, the rest is replicated."""
-    temporary = directory / ".tmp-x"
+    return write_pieces(
+        directory,
+        [
+            staging.choose([_piece(k, t, rank, world_size, sharded=k in rows) for k, t in tensors.items()])
+            for rank in range(world_size)
+        ],
+    )
+
+
+def write_pieces(directory, ranks):
+    """Write a checkpoint of the pieces that each rank has."""
+    temporary, world_size = directory / ".tmp-x", len(ranks)
     temporary.mkdir(parents=True)
     shards = []
-    for rank in range(world_size):
-        pieces = staging.choose([_piece(k, t, rank, world_size, sharded=k in rows) for k, t in tensors.items()])
+    for rank, pieces in enumerate(ranks):
         shard = image.lay_out(piece.box for piece in pieces)
         memory = memoryview(bytearray(shard.size_bytes))
         layout = Layout((shard,), None, (), {}, frozenset())
-        Copier([], hide=True).fill(
-            memory, memoryview(b""), Taken(layout, {p.box: p.local for p in pieces}, b"", is_new=True)
-        )
+        taken = Taken(layout, {p.box: p.local for p in pieces}, b"", is_new=True)
+        Copier([], hide=True).fill(memory, memoryview(b""), taken, may_hide=False)
         path = temporary / protocol.shard_name(rank, world_size)
         shards.append(writing.write_shard(path, memory, shard.size_bytes))
     manifest = protocol.Manifest("job", 0, 5, "0123abcd", 1, world_size, "", "crc32", tuple(shards))
@@ -269,6 +279,9 @@ def test_only_what_is_read_is_verified(tmp_path):
         pytest.param([(0, 2), (2, 3)], "", id="whole"),
         pytest.param([(0, 2), (0, 2), (2, 3)], "w: 15 elements, and the ranks staged 21 of it", id="twice"),
         pytest.param([(0, 2), (3, 2)], "w: 15 elements, and the ranks staged 12 of it", id="a hole"),
+        pytest.param(
+            [(0, 2), (0, 2), (4, 2)], "w: some of its elements were staged twice, and others not at all", id="both"
+        ),
     ],
 )
 def test_what_the_ranks_staged_is_whole(boxes, why):
@@ -278,6 +291,51 @@ def test_what_the_ranks_staged_is_whole(boxes, why):
     shards = [image.lay_out([Box("w", "F32", (rows, 3), (begin, 0))]).placed for begin, rows in boxes]
 
     assert why == image.want_of_cover(shards)
+
+
+def test_parts_with_different_dimensions_are_no_tensor():
+    """
+    Said, where a saver would die of it, and its successor again.
+    """
+    shards = [image.lay_out([Box("w", "F32", shape, (0,) * len(shape))]).placed for shape in ((3,), ())]
+
+    assert "w: staged with 0 and with 1 dimensions" == image.want_of_cover(shards)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 3))
+def test_boxes_overlap_where_an_element_is_in_two(random, dims):
+    """
+    As counting says, element by element, of boxes anywhere, nested and empty ones too.
+    """
+    boxes = []
+    for _ in range(random.randint(1, 6)):
+        offsets = tuple(random.randint(0, 4) for _ in range(dims))
+        boxes.append(Box("w", "U8", tuple(random.randint(0, 3) for _ in range(dims)), offsets))
+    elements = [
+        at
+        for box in boxes
+        for at in itertools.product(*(range(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True)))
+    ]
+
+    assert (len(set(elements)) < len(elements)) == image.overlap(boxes)
+
+
+def test_slices_of_many_ranks_are_compared_in_a_moment():
+    """
+    Not each with each: a hundred thousand slices of one tensor, and none overlaps.
+    """
+    assert not image.overlap([Box("w", "F32", (2, 3), (2 * n, 0)) for n in range(100_000)])
+
+
+def test_a_checkpoint_whose_parts_overlap_is_damaged(tmp_path):
+    """
+    The count of its elements is right, and a row is nowhere: it would keep what the script began with.
+    """
+    rows = torch.arange(6.0).reshape(2, 3)
+    stored = write_pieces(tmp_path, [[Piece(Box("w", "F32", (2, 3), (at, 0)), rows, (6, 3))] for at in (0, 0, 4)])
+
+    with pytest.raises(DamagedError, match="w: parts of it overlap"):
+        Reader(stored)
 
 
 def test_groups_that_hold_the_same_share_the_work():

@@ -36,7 +36,7 @@ from typing import Any, Final, Protocol
 
 from runner.errors import one_line
 from runner.facts import Checkpoint
-from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir, describe
+from runner.storage.checkpoints import CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, describe_file
 from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite.contract import (
@@ -56,6 +56,7 @@ from vramfarm.checksum import crc32
 from vramfarm.protocol import (
     CHUNK_BYTES,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     Manifest,
     ProtocolError,
     Ref,
