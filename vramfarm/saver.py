@@ -27,6 +27,7 @@ from vramfarm.arenas import Arenas
 from vramfarm.committing import Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
 from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
+from vramfarm.tending import DIED
 
 FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
 RETRY_S: Final = 2.0
@@ -391,7 +392,7 @@ def main(env: Mapping[str, str] = os.environ) -> None:
     try:
         Saver(orders, page).run()
     except Exception as error:
-        page.set_error(f"the saver died of {error!r}; it is started again; see saver.log")
+        page.set_error(f"{DIED} {error!r}; it is started again; see saver.log")
         page[Word.NUM_FAILED] += 1
         raise
     if orders.keep_last is not None:  # no supervisor: nobody else removes the page

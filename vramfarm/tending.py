@@ -24,6 +24,8 @@ _SILENT_LOOKS: Final = 5  # and so many looks at it: after a pause of everything
 _TEND_NS: Final = 1_000_000_000
 _SLOW_NS: Final = 60_000_000_000
 _SEE_OFF_S: Final = 10.0
+_LAST_WORDS_BYTES: Final = 300
+DIED: Final = "the saver died of"  # begins what one says itself
 
 
 class SaverProcess:
@@ -76,11 +78,20 @@ class SaverProcess:
         """Of one that could not say why itself. What it had staged is not lost: its successor writes it."""
         code = self._child.returncode if self._child is not None else 0
         was_ours, self._has_killed = self._has_killed, False
-        if code >= 0 or was_ours or self._page[Word.ENDED]:
+        if code == 0 or was_ours or self._page[Word.ENDED] or (code > 0 and self._page.error().startswith(DIED)):
             return
-        why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
-        self._page.set_error(f"the saver was killed by signal {-code}{why}; it is started again")
+        oom = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
+        how = f"was killed by signal {-code}{oom}" if code < 0 else f"ended with exit code {code}{self._last_words()}"
+        self._page.set_error(f"the saver {how}; it is started again")
         self._page[Word.NUM_FAILED] += 1
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f" ({last}; see {self._log})" if last else ""
 
     def _listen(self, pid: int, now: int) -> None:
         """

@@ -1043,3 +1043,23 @@ def test_accelerates_optimizer_is_the_one_in_it(tmp_path):
     optimizer = torch.optim.AdamW(again.parameters())
     assert 3 == Checkpointer(again, optimizer, dir=tmp_path / "checkpoints").start_step
     assert [3.0, 3.0] == [one["step"].item() for one in optimizer.state.values()]
+
+
+def test_a_saver_that_cannot_start_is_told_at_once(tmp_path, monkeypatch, capsys):
+    """
+    With its exit code, while the training goes on; not at the end of the night.
+    """
+    monkeypatch.setenv(Env.SAVER_PYTHON, "/bin/false")
+    model = nn.Linear(1, 1)
+    ckpt = Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1), dir=tmp_path / "checkpoints")
+    deadline, said = time.monotonic() + 30, ""
+    while "the saver ended" not in said and time.monotonic() < deadline:
+        model(torch.ones(1)).sum().backward()
+        ckpt._optimizers[0][1].step()
+        ckpt.step()
+        said += capsys.readouterr().err
+        time.sleep(0.01)
+    ckpt._seat.page[protocol.Word.ENDED] = protocol.Ended.LEFT  # nobody saves: the end does not wait
+    ckpt._finished = True
+
+    assert "not saved: the saver ended with exit code 1; it is started again" in said
