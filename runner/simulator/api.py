@@ -54,7 +54,7 @@ Cursor = Annotated[str, Query(max_length=256)]
 Key = Annotated[str, Header(alias="Idempotency-Key", min_length=8, max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")]
 
 
-def make_app(farm: Farm, *, per_minute: int = 60, creates_per_minute: int = 6) -> App:
+def make_app(farm: Farm, *, per_minute: int, creates_per_minute: int) -> App:
     """The whole API, ready for uvicorn."""
     api = FastAPI(title="VRAMfarm, simulated", openapi_url=None)
     api.add_exception_handler(Problem, _answer_problem)

@@ -89,10 +89,6 @@ class Store:
         with self.transaction():
             self._db.execute("DELETE FROM document WHERE kind = ? AND id = ?", (model.__name__, id_))
 
-    def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
     def _rows(self, query: str, *values: object) -> list[Any]:
         with self._lock:
             return self._db.execute(query, values).fetchall()

@@ -21,5 +21,4 @@ def argv(launch: Launch) -> tuple[str, ...]:
     return run_module(launch.python, "accelerate.commands.launch", *options, *launch.command)
 
 
-def target(words: tuple[str, ...]) -> str | None:
-    return first_file(words)
+target = first_file

@@ -27,5 +27,4 @@ def _twice(words: tuple[str, ...]) -> tuple[str, ...]:
     return words if at is None else (*words[:at], "--", *words[at:])
 
 
-def target(words: tuple[str, ...]) -> str | None:
-    return first_file(words)
+target = first_file

@@ -13,5 +13,4 @@ def argv(launch: Launch) -> tuple[str, ...]:
     )
 
 
-def target(words: tuple[str, ...]) -> str | None:
-    return first_file(words)
+target = first_file

@@ -21,5 +21,4 @@ def options(launch: Launch) -> tuple[str, ...]:
     )
 
 
-def target(words: tuple[str, ...]) -> str | None:
-    return first_file(words)
+target = first_file
