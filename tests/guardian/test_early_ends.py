@@ -39,10 +39,8 @@ def run(house: Farmhouse, tmp_path: Path):
     ("job", "code", "said"),
     [
         pytest.param(JOB + "limts: {}\n", 2, "limts", id="a typo in job.yaml"),
-        pytest.param("name: [", 2, "job.yaml", id="no YAML"),
         pytest.param(JOB, 3, "no card found", id="a refused machine"),
         pytest.param(JOB + "provider: {kind: runpod}\n", 2, "provider.kind", id="another provider's server"),
-        pytest.param(JOB + "secrets: [NOT_THERE]\n", 2, "NOT_THERE", id="a secret that nobody gave"),
     ],
 )
 def test_every_early_end_stops_the_server(house: Farmhouse, run, job, code, said):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runner.facts import Server, ServerState
@@ -217,6 +217,10 @@ def test_what_is_kept_across_boots_comes_back(deadline, server, keep):
 
 
 @given(st.binary())
+@example(b"")
+@example(b"[1]")
+@example(b'{"first_boot_at": 7, "deadline_at": null}')
+@example(b"\xff" * 100)
 def test_bytes_that_are_something_else_are_a_value_error(raw):
     """
     Nothing on the disk can end the guardian.
