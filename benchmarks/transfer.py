@@ -9,6 +9,7 @@ A round is every client once up and once down, in another order each time, so th
 does beside it falls on all of them. Medians; each client is a process of its own, with its CPU time
 and its memory, and all that was written before is on the disk before it starts. All are tuned: no
 signature over bodies where that can be had, 16 MiB parts, 16 of them at once where a number is asked for.
+Ours does what a task of the runner does, which is told what the store can do and which checkpoint to bring.
 What a client leaves to the page cache is fsynced afterwards, which is told apart. *bare* is no client but
 the floor: threads that move bytes between a socket and a file and look at none.
 With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
@@ -31,8 +32,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from runner.storage.offsite import open_store
+from runner.storage.offsite.contract import Place
 from tests.faultproxy import FaultProxy
 from tests.s3server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
@@ -42,16 +46,17 @@ ROOT = Path(__file__).parents[1]
 
 OURS = """
 from pathlib import Path
-from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import open_store, transfer
-store = open_store(OffloadPolicy(to=f"s3://{bucket}/{prefix}", endpoint=endpoint), os.environ)
-directory = CheckpointDir(Path(folder).parent, Disk())
+from runner.storage.offsite import open_store, parse_abilities, parse_place, transfer
+abilities, name = names
+store = open_store(parse_place({"to": f"s3://{bucket}/{prefix}", "endpoint": endpoint}), os.environ, parse_abilities(abilities))
 if what == "up":
+    directory = CheckpointDir(Path(folder).parent, Disk())
     transfer.upload(store, "job", directory, directory.committed()[0].ref, lambda *_: None)
 else:
-    transfer.restore(store, "job", transfer.survey(store, "job").checkpoints[0].ref, CheckpointDir(Path(folder), Disk()), lambda *_: None)
+    whole = transfer.find_whole(store, "job", name)
+    transfer.restore(store, "job", whole.ref, CheckpointDir(Path(folder), Disk()), lambda *_: None, whole)
 os._exit(0)  # as a task of the runner ends
 """
 
@@ -199,6 +204,18 @@ def rclone(what, endpoint, bucket, prefix, folder, _names):
     ]
 
 
+def ours(checkpoint):
+    """As a task of the runner is told it: what the store can do, which the run's first look found out, and which checkpoint."""
+
+    def make(what, endpoint, bucket, prefix, folder, _names):  # as `python` has them
+        if not known:
+            known.update(asdict(open_store(Place(to=f"s3://{bucket}/{prefix}", endpoint=endpoint), _env()).probe()))
+        return python(OURS)(what, endpoint, bucket, prefix, folder, (known, checkpoint))
+
+    known = {}
+    return make
+
+
 def _tool(name):
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
@@ -248,8 +265,8 @@ def _client(endpoint):
     return boto3.client("s3", endpoint_url=endpoint, config=config, **key)
 
 
-def clients():
-    found = {"ours": python(OURS), "boto3": python(BOTO3)}
+def clients(checkpoint):
+    found = {"ours": ours(checkpoint), "boto3": python(BOTO3)}
     others = {"obstore": ("obstore", OBSTORE), "s3torchconnector": ("s3torchconnectorclient", S3TORCHCONNECTOR)}
     found |= {name: python(code) for name, (module, code) in others.items() if _has(module)}
     found |= {name: make for name, make in (("s5cmd", s5cmd), ("rclone", rclone)) if _tool(name)}
@@ -341,10 +358,10 @@ def main():
 
 def measure(server, work, folder, names, args):
     """Every client up, into a bucket of its own that goes again; then every client down, all what ours has stored."""
-    found, objects = clients(), server.client()
+    found, objects = clients(folder.name), server.client()
     found = {name: found[name] for name in (args.only.split(",") if args.only else found)}
     if args.direction != "up" and "Contents" not in objects.list_objects_v2(Bucket=BUCKET, Prefix="x/"):
-        _one(python(OURS), "up", server, BUCKET, "x", folder, names)
+        _one(ours(folder.name), "up", server, BUCKET, "x", folder, names)
     for number in range(args.rounds):
         turned = [*found][number % len(found) :] + [*found][: number % len(found)]
         for client in turned if args.direction != "down" else []:

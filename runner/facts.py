@@ -12,24 +12,14 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, Final
 
+from runner import committed
 from vramfarm.protocol import EndRecord, Ref
 
 FULL_BYTES: Final = 1 << 18  # with less, a disk is full: the logs and records of a launch do not fit
 
 # ----------------------------------------------------------------------------- checkpoints
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A committed checkpoint: its manifest exists, so every shard it names does too."""
-
-    ref: Ref
-    size_bytes: int
-    world_size: int
-    written_at: datetime
-    framework: str = "vramfarm"
-    origin: str = ""  # the checkpoint of another run that this is a copy of
-
+Checkpoint = committed.Checkpoint
 
 # -------------------------------------------------------------------------------- attempts
 

@@ -297,9 +297,9 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
-    ref = _remote_ref(store, arguments)
     started = time.monotonic()
-    checkpoint = transfer.restore(store, arguments["job"], ref, _directory(arguments), progress)
+    whole = transfer.find_whole(store, arguments["job"], arguments["subject"])
+    checkpoint = transfer.restore(store, arguments["job"], whole.ref, _directory(arguments), progress, whole)
     took = time.monotonic() - started
     return {"summary": f"{checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"}
 
@@ -332,7 +332,7 @@ def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "comparing")
     store = _store(arguments)
-    ref = _remote_ref(store, arguments)
+    ref = transfer.find_whole(store, arguments["job"], arguments["subject"]).ref
     manifest = transfer.verify(store, arguments["job"], ref, lambda path, _: progress(0.0, path))
     return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there and the same"}
 
@@ -509,15 +509,6 @@ def _local_ref(directory: CheckpointDir, name: str) -> Ref:
     found = [c.ref for c in directory.committed() if c.ref.name == name]
     if not found:
         raise OffsiteError(f"{directory.root / name}: expected a committed checkpoint, found none", final=True)
-    return found[0]
-
-
-def _remote_ref(store: Store, arguments: Arguments) -> Ref:
-    name = arguments["subject"]
-    survey = transfer.survey(store, arguments["job"], wanted=name)
-    found = [c.ref for c in survey.checkpoints if c.ref.name == name]
-    if not found:
-        raise OffsiteError(f"{name}: expected a whole checkpoint in the store, found none", final=True, damaged=True)
     return found[0]
 
 

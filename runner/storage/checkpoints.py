@@ -27,8 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from runner.committed import Checkpoint
 from runner.errors import StoreError, one_line
-from runner.facts import Checkpoint
 from runner.storage.disk import Disk, lstat_inside
 from vramfarm.checksum import crc32
 from vramfarm.protocol import (

@@ -64,8 +64,6 @@ NUM_THREADS: Final = 16  # that send parts
 _NUM_AT_FIRST: Final = 8  # parts on their way
 _SOON_S: Final = 2.0  # where a part is there so soon, one more may be on its way
 PART_CHUNKS: Final = 2  # chunks in a part
-LARGE_PART_CHUNKS: Final = 4  # of a shard that has many
-_MIN_PARTS: Final = 32  # of such a shard
 _NUM_CALLERS: Final = 12  # threads of callers, beside those that send parts
 _MAX_PARTS: Final = 10_000
 _COPY_CHUNKS: Final = 32  # in a part that the server copies: quick enough for any time limit
@@ -558,9 +556,9 @@ def _can_be_spelled(key: str) -> bool:
 
 
 def _plan_parts(shard: Shard, part_chunks: int) -> list[_Part]:
-    """Parts of whole chunks, as few chunks as asked for; more of a large shard, since a request costs 2 ms of processor."""
+    """Parts of whole chunks, as few chunks as asked for if the shard is not too large for that."""
     num_chunks = len(shard.checksums)
-    step = max(part_chunks, min(LARGE_PART_CHUNKS, num_chunks // _MIN_PARTS), -(-num_chunks // _MAX_PARTS))
+    step = max(part_chunks, -(-num_chunks // _MAX_PARTS))
     return [_part(shard, number, first, step) for number, first in enumerate(range(0, max(1, num_chunks), step), 1)]
 
 

@@ -34,8 +34,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+from runner.committed import Checkpoint
 from runner.errors import one_line
-from runner.facts import Checkpoint
 from runner.storage.checkpoints import CheckpointDir, describe
 from runner.storage.checksums import combine_chunks, describe_file
 from runner.storage.disk import Disk, has_bytes
@@ -243,6 +243,14 @@ def read_manifest(store: Store, job: str, name: str) -> Manifest:
         raise _damaged(store, key, problem)
     if manifest.ref.name != name:
         raise _damaged(store, key, f"expected the manifest of {name}, got that of {manifest.ref.name}")
+    return manifest
+
+
+def find_whole(store: Store, job: str, name: str) -> Manifest:
+    """The manifest of the checkpoint with this name, all of which the store lists; `damaged` if there is none."""
+    manifest = read_manifest(store, job, name)
+    if problem := _not_listed(store, job, manifest):
+        raise _damaged(store, f"{job}/checkpoints/{name}", str(problem))
     return manifest
 
 
@@ -541,7 +549,9 @@ def verify(
 # ---------------------------------------------------------------------------------- restore
 
 
-def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress: Progress) -> Checkpoint:
+def restore(  # noqa: PLR0913, PLR0917  # as `upload`
+    store: Store, job: str, ref: Ref, directory: CheckpointDir, progress: Progress, manifest: Manifest | None = None
+) -> Checkpoint:
     """
     Bring a checkpoint back and commit it. Every chunk is compared on its way; those that are
     here from an earlier, killed call are not fetched again. `damaged`: take the next older.
@@ -549,7 +559,7 @@ def restore(store: Store, job: str, ref: Ref, directory: CheckpointDir, progress
     for checkpoint in directory.committed():
         if checkpoint.ref == ref:
             return checkpoint
-    manifest = read_manifest(store, job, ref.name)
+    manifest = manifest or read_manifest(store, job, ref.name)
     if manifest.ref != ref:
         raise _damaged(store, ref.name, f"expected {ref}, got {manifest.ref}")
     return bring(manifest, StoreSource(store, job, ref, manifest), directory, progress)
