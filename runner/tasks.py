@@ -430,10 +430,18 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.policy.finish import ALL_OUTPUTS
     from runner.storage.offsite.outputs import copy_outputs
 
-    folders = [Path(folder) for folder in arguments["outputs"]]
-    found = copy_outputs(_store(arguments), arguments["job"], folders, Path(arguments["run_dir"]), progress)
+    progress(0.0, "looking for what changed")
+    found = copy_outputs(
+        _store(arguments),
+        arguments["job"],
+        [Path(folder) for folder in arguments["outputs"]],
+        Path(arguments["run_dir"]),
+        progress,
+        believe=arguments["subject"] != ALL_OUTPUTS,
+    )
     names = [": ".join(one) for one in found.left]
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""  # noqa: PLR2004  # that are named
     left = f"; left: {'; '.join(names[:3])}{more}" if names else ""

@@ -14,6 +14,7 @@ from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _POLYNOMIAL = 0xEDB88320
 _MAX_STEPS = 64
+_BLOCK_BYTES = 1 << 20
 _ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in CRC32
 
 
@@ -55,12 +56,14 @@ def _sum_of_parts(checksums: Sequence[int], size_bytes: int, step: int) -> int:
 
 
 def describe_file(path: Path, name: str) -> Shard:
-    """Size and checksums of a file as it is now; one chunk in memory at a time."""
-    size, checksums = 0, []
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            size += len(chunk)
-            checksums.append(crc32(chunk))
+    """Size and checksums of a file as it is now; one block in memory at a time."""
+    size, checksums = 0, list[int]()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(min(_BLOCK_BYTES, CHUNK_BYTES - size % CHUNK_BYTES)):
+            if size % CHUNK_BYTES == 0:
+                checksums.append(0)
+            size += len(block)
+            checksums[-1] = crc32(block, checksums[-1])
     return Shard(name, size, tuple(checksums))
 
 

@@ -499,6 +499,30 @@ def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store,
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
 
 
+class Unlisted(FileStore):
+    """It may not be asked what it has."""
+
+    def list(self, prefix):
+        raise AssertionError(prefix)
+
+
+def test_what_was_confirmed_is_believed_while_it_trains_and_asked_for_at_the_end(board, tmp_path):
+    """
+    A list of a hundred thousand files is too much every few minutes; what somebody removed there goes again with the last copy.
+    """
+    store, run_dir = FileStore(tmp_path / "store", Disk()), tmp_path / "run"
+    for path in (board / "notes.txt", board / "run-1" / "events"):
+        os.utime(path, (1, 1))  # what is very young is noted by the next copy only
+    first = copy_outputs(store, "job", [board], run_dir, ignore, believe=True)
+    store.delete("job/outputs/tensorboard/notes.txt")
+    (board / "run-1" / "events").write_bytes(b"12")
+    believing = copy_outputs(Unlisted(tmp_path / "store", Disk()), "job", [board], run_dir, ignore, believe=True)
+    last = copy_outputs(store, "job", [board], run_dir, ignore)
+
+    assert (6, 2, 5) == (first.sent_bytes, believing.sent_bytes, last.sent_bytes)
+    assert {"tensorboard/run-1/events": b"12", "tensorboard/notes.txt": b"notes"} == there(store)
+
+
 def test_what_cannot_be_copied_is_told(store, board, tmp_path):
     """
     Names that the store cannot have; links lead elsewhere and are no files. A folder that is not there is named.

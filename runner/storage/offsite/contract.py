@@ -1,6 +1,7 @@
 """What a store is to the rest of this room, and the two ways in which it can fail."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -296,9 +297,20 @@ def read_chunk(path: Path, shard: Shard, index: int) -> bytes:
 
 
 def in_parallel(function: Callable[[T], R], items: list[T], num_threads: int) -> list[R]:
-    """Results in the order of the items. The first exception stops what has not begun."""
+    """Results in the order of the items, of which there may be many. The first exception stops what has not begun."""
+    results, left, is_over = dict[int, R](), iter(enumerate(items)), threading.Event()
+
+    def work(_: int) -> None:
+        try:
+            while not is_over.is_set() and (taken := next(left, None)):
+                results[taken[0]] = function(taken[1])
+        except BaseException:
+            is_over.set()
+            raise
+
     with ThreadPoolExecutor(num_threads) as pool:
-        return run_all(pool, function, items)
+        run_all(pool, work, list(range(min(num_threads, len(items)))))
+    return [results[index] for index in range(len(items))]
 
 
 def run_all(pool: Executor, function: Callable[[T], R], items: list[T]) -> list[R]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from contextlib import suppress
@@ -15,14 +16,18 @@ from runner.storage.offsite.contract import Store
 Signature = tuple[int, ...]
 
 _SAVE_EVERY_S: Final = 5.0
+_SAVE_SHARE: Final = 20  # more of them take longer to save: no more than this part of the time goes there
 
 
 def signature(path: Path) -> Signature:
     """Of a file as it is now: other bytes have another one. Empty: there is none."""
     with suppress(OSError):
-        found = path.lstat()
-        return found.st_size, found.st_mtime_ns, found.st_ino
+        return sign(path.lstat())
     return ()
+
+
+def sign(found: os.stat_result) -> Signature:
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 class Known:
@@ -37,7 +42,10 @@ class Known:
         self._path, self._address = path, store.address
         self._lock = threading.Lock()
         self._notes = _read(path, store.address)
-        self._saved_s = time.monotonic()
+        self._save_at = time.monotonic() + _SAVE_EVERY_S
+
+    def is_empty(self) -> bool:
+        return not self._notes
 
     def of(self, key: str) -> Signature:
         return tuple(self._notes.get(key, ()))
@@ -46,7 +54,7 @@ class Known:
         """From any thread."""
         with self._lock:
             self._notes[key] = [*stored]
-            if time.monotonic() > self._saved_s + _SAVE_EVERY_S:
+            if time.monotonic() > self._save_at:
                 self._save()
 
     def save(self) -> None:
@@ -54,11 +62,13 @@ class Known:
             self._save()
 
     def _save(self) -> None:
+        began = time.monotonic()
         fresh = self._path.with_name(f"{self._path.name}.new")
         with suppress(OSError):
             Disk().write(fresh, json.dumps({"store": self._address, "files": self._notes}).encode())
             Disk().rename(fresh, self._path)
-        self._saved_s = time.monotonic()
+        done = time.monotonic()
+        self._save_at = done + max(_SAVE_EVERY_S, _SAVE_SHARE * (done - began))
 
 
 def _read(path: Path, address: str) -> dict[str, list[int]]:

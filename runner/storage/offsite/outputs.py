@@ -9,11 +9,9 @@ that cannot be read: all others go. What was left is told, and does not count as
 from __future__ import annotations
 
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,11 +20,11 @@ from runner.errors import one_line
 from runner.storage.checksums import describe_file
 from runner.storage.disk import is_own_name
 from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel, is_key
-from runner.storage.offsite.known import Known, Signature, signature
+from runner.storage.offsite.known import Known, Signature, sign, signature
 from runner.storage.offsite.transfer import Meter, Progress, differs
 
 INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
-_NUM_THREADS: Final = 8
+_NUM_THREADS: Final = 24  # of small files most of the time is the store's
 _MAX_FILES: Final = 200_000
 _TICK_NS: Final = 50_000_000  # more than the step of any file system's clock that we know
 
@@ -40,60 +38,87 @@ class Copied:
     missing: tuple[str, ...]  # folders that do not exist
 
 
-def copy_outputs(store: Store, job: str, folders: Sequence[Path], run_dir: Path, progress: Progress) -> Copied:
-    """Copy what the store does not have; may be killed at any moment and called again."""
-    copying = _Copying(store, job, run_dir / INDEX)
-    files = [(folder, path) for folder in folders for path in _files(folder, copying.leave)]
-    num_unread = len(copying.left)
-    changed = [pair for pair in files if not copying.is_there(*pair)]
-    meter = Meter(sum(_size(path) for _, path in changed), progress)
+@dataclass(frozen=True, slots=True)
+class _File:
+    key: str
+    path: str
+    was: Signature  # when it was found
 
-    def copy(pair: tuple[Path, Path]) -> None:
-        copying.copy(*pair)
-        meter.add(pair[1].name, _size(pair[1]))
+
+def copy_outputs(  # noqa: PLR0913  # called once
+    store: Store, job: str, folders: Sequence[Path], run_dir: Path, progress: Progress, *, believe: bool = False
+) -> Copied:
+    """
+    Copy what the store does not have; may be killed at any moment and called again.
+
+    `believe`: what was confirmed is there still. Else the store is asked for a list, which of many files takes minutes.
+    """
+    copying, num_files, changed = _Copying(store, job, run_dir / INDEX, believe=believe), 0, list[_File]()
+    for folder in folders:
+        for file in _files(folder, f"{job}/outputs/{folder.name}", copying.leave):
+            num_files += 1
+            if not copying.is_there(file):
+                changed.append(file)
+    num_unread = len(copying.left)
+    meter = Meter(sum(file.was[0] for file in changed), progress)
+
+    def copy(file: _File) -> None:
+        copying.copy(file)
+        meter.add(os.path.basename(file.path), file.was[0])  # noqa: PTH119  # one of many
 
     try:
         in_parallel(copy, changed, _NUM_THREADS)
     finally:
         copying.known.save()
     return Copied(
-        num_files=len(files),
-        num_stored=len(files) - (len(copying.left) - num_unread),
+        num_files=num_files,
+        num_stored=num_files - (len(copying.left) - num_unread),
         sent_bytes=copying.sent_bytes,
         left=tuple(copying.left),
-        missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # the same
+        missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # Path.exists raises where it may not look
     )
 
 
 Leave = Callable[[Path, str], None]
 
 
-def _files(folder: Path, leave: Leave) -> Iterator[Path]:
-    """Plain files; a link leads who knows where. A folder that cannot be read is left: it may be full."""
-    if os.path.isfile(folder):  # noqa: PTH113  # Path.is_file raises where it may not look
-        yield folder
+def _files(folder: Path, prefix: str, leave: Leave) -> Iterator[_File]:
+    """Plain files, each looked at once; a link leads who knows where. A folder that cannot be read is left: it may be full."""
+    if os.path.isfile(folder):  # noqa: PTH113  # the same
+        yield _File(prefix, str(folder), signature(folder))
         return
-    number = 0
-    for parent, _, names in os.walk(folder, onerror=lambda error: _leave_unread(error, leave)):
-        for name in sorted(names):
-            path = Path(parent, name)
-            if _is_plain(path, leave):
+    number, below = 0, [""]
+    while below:
+        inside = below.pop()
+        for entry in _entries(f"{folder}{inside}", leave):
+            if entry.is_dir(follow_symlinks=False):
+                below.append(f"{inside}/{entry.name}")
+            elif entry.is_file(follow_symlinks=False) and (was := _look(entry, leave)):
                 number += 1
-                yield path
-            if number > _MAX_FILES:
-                raise OffsiteError(
-                    f"outputs: {folder}: expected at most {_MAX_FILES} files",
-                    hint="name a smaller folder in outputs",
-                    final=True,
-                )
+                yield _File(f"{prefix}{inside}/{entry.name}", entry.path, was)
+        if number > _MAX_FILES:
+            raise OffsiteError(
+                f"outputs: {folder}: expected at most {_MAX_FILES} files",
+                hint="name a smaller folder in outputs",
+                final=True,
+            )
 
 
-def _is_plain(path: Path, leave: Leave) -> bool:
+def _entries(folder: str, leave: Leave) -> list[os.DirEntry[str]]:
     try:
-        return stat.S_ISREG(path.lstat().st_mode)
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
         _leave_unread(error, leave)
-        return False
+        return []
+
+
+def _look(entry: os.DirEntry[str], leave: Leave) -> Signature:
+    try:
+        return sign(entry.stat(follow_symlinks=False))
+    except OSError as error:
+        _leave_unread(error, leave)
+        return ()
 
 
 def _leave_unread(error: OSError, leave: Leave) -> None:
@@ -101,33 +126,30 @@ def _leave_unread(error: OSError, leave: Leave) -> None:
         leave(Path(error.filename), error.strerror or "cannot be read")
 
 
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.lstat().st_size
-    return 0
-
-
 class _Copying:
-    def __init__(self, store: Store, job: str, index: Path) -> None:
-        self._store, self._prefix = store, f"{job}/outputs/"
-        self._listed = {entry.key: entry.size_bytes for entry in store.list(self._prefix)}
-        self.known = Known(index, store)
+    def __init__(self, store: Store, job: str, index: Path, *, believe: bool) -> None:
+        self._store, self.known = store, Known(index, store)
+        self._is_believed = believe and not self.known.is_empty()
+        self._listed = (
+            {} if self._is_believed else {entry.key: entry.size_bytes for entry in store.list(f"{job}/outputs/")}
+        )
         self._is_compared = store.probe().checksums is not Checksums.NONE
         self._lock = threading.Lock()
         self.sent_bytes = 0
         self.left: list[tuple[str, str]] = []
 
-    def is_there(self, folder: Path, path: Path) -> bool:
-        key, now = self._key(folder, path), signature(path)
-        return bool(now) and self.known.of(key) == now and self._listed.get(key) == now[0]
+    def is_there(self, file: _File) -> bool:
+        is_known = self.known.of(file.key) == file.was
+        return is_known and (self._is_believed or self._listed.get(file.key) == file.was[0])
 
-    def copy(self, folder: Path, path: Path) -> None:
-        key, before = self._key(folder, path), signature(path)
-        if not is_key(key) or is_own_name(path.name):
+    def copy(self, file: _File) -> None:
+        path = Path(file.path)
+        before = signature(path)
+        if not is_key(file.key) or is_own_name(path.name):
             self.leave(path, "a name that cannot be a key")
             return
         try:
-            self._bring(key, path)
+            self._bring(file.key, path)
         except OSError as error:
             self.leave(path, error.strerror or "cannot be read")
         except OffsiteError as error:
@@ -138,18 +160,17 @@ class _Copying:
             else:
                 raise
         else:
-            self._note(key, path, before)
-
-    def _key(self, folder: Path, path: Path) -> str:
-        return f"{self._prefix}{path.relative_to(folder.parent).as_posix()}"
+            self._note(file.key, path, before)
 
     def _bring(self, key: str, path: Path) -> None:
         shard = describe_file(path, "output")
-        if self._listed.get(key) == shard.size_bytes and not differs(self._store, key, shard):
+        is_large = len(shard.checksums) > 1  # a small one is sent as soon as asked for
+        may_be_there = is_large if self._is_believed else self._listed.get(key) == shard.size_bytes
+        if may_be_there and not differs(self._store, key, shard):
             return
         self._store.put_file(key, path, shard, lambda _: None)
         # of one piece the answer is the store's word for its bytes: to ask again would double the time of small files
-        is_confirmed = self._is_compared and len(shard.checksums) <= 1
+        is_confirmed = self._is_compared and not is_large
         problem = "" if is_confirmed else differs(self._store, key, shard)
         if problem:
             raise OffsiteError(f"{self._store.address}/{key}: stored, but {problem}", final=False)
