@@ -17,7 +17,7 @@ from runner.adapters.providers import Reply
 from runner.adapters.providers.http import make_send
 from runner.simulator.farm import Farm, Pace
 from runner.simulator.host import OUR_IMAGE, ProcessHost
-from runner.simulator.main import Options, Servers, serving
+from runner.simulator.serving import Options, Servers, serving
 
 PACE = Pace(stage=0.0, restart=0.05, tick=0.02)
 _numbers = itertools.count()

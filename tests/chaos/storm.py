@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from runner.job import OffloadPolicy
 from runner.simulator.farm import Farm, Pace
-from runner.simulator.main import Options, serving
 from runner.simulator.model import Event, Policy, ServerCreate, State
+from runner.simulator.serving import Options, serving
 from runner.storage.journal import events
 from runner.storage.offsite import open_store, transfer
 from runner.supervise import page as pages
