@@ -450,6 +450,31 @@ def test_no_room_is_said_before_anything_is_fetched(tmp_path):
     assert (True, []) == (caught.value.final, list((tmp_path / "data").iterdir()))
 
 
+@pytest.mark.parametrize("to", ["file/below", "file", "circle"])
+def test_what_only_a_person_mends_on_this_disk_is_said_at_once(request, tmp_path, to):
+    """
+    Half an hour of tries on a paid machine would change nothing.
+    """
+    origin = Origin(request, tmp_path, "file")
+    origin.fill(tmp_path, CORPUS)
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OffsiteError, match=f"data: {tmp_path}/{to.split('/')[0]}") as caught:
+        origin.stage(Item(source=f"{origin.offload.to}/train", to=str(tmp_path / to)))
+
+    assert (True, "data.to" in caught.value.hint) == (caught.value.final, True)
+
+
+def test_a_name_as_long_as_a_name_may_be_comes_in(origin, tmp_path):
+    """
+    What is under way has a shorter one.
+    """
+    origin.fill(tmp_path, {f"long/{'n' * 255}": b"long"})
+    origin.stage(Item(source=f"{origin.offload.to}/long", to=str(origin.to)))
+
+    assert {"n" * 255: b"long"} == contents(origin.to)
+
+
 # ---------------------------------------------------------------------------------------- outputs
 
 

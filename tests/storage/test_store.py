@@ -17,6 +17,7 @@ from runner.storage.checksums import combine, describe_file
 from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Checksums, Head, Version
+from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _plan_parts
 from runner.storage.offsite.transfer import remove_run
@@ -378,6 +379,31 @@ def test_what_only_a_person_mends_is_final_and_says_how(tmp_path, number, final,
         store.put("job/looked.json", b"1")
 
     assert (final, hint) == (caught.value.final, caught.value.hint)
+
+
+@pytest.mark.parametrize("key", ["offload.to", "data.to", "checkpoint.dir"])
+@pytest.mark.parametrize(
+    ("number", "final", "curable"),
+    [
+        (errno.ENOSPC, True, True),
+        (errno.EROFS, True, True),
+        (errno.ENAMETOOLONG, True, False),
+        (errno.EEXIST, True, False),
+        (errno.EILSEQ, True, False),
+        (errno.ELOOP, True, False),
+        (errno.ESTALE, False, False),
+        (errno.EIO, False, False),
+    ],
+    ids=lambda value: errno.errorcode.get(value) if type(value) is int else None,
+)
+def test_one_table_says_what_a_disk_refuses_for_good(key, number, final, curable):
+    """
+    Of a store in a folder, of data on their way in, of a restore; with the cure wherever trying again is of no use.
+    """
+    error = refused("/place", OSError(number, os.strerror(number)), key)
+
+    assert (final, curable, final) == (error.final, error.curable, bool(error.hint))
+    assert "{" not in error.hint
 
 
 def test_a_path_through_a_file_is_said_at_once(tmp_path):

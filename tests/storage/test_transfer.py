@@ -253,6 +253,25 @@ def test_damage_in_the_store_is_repaired_by_an_upload(store, directory):
     assert manifest == transfer.verify(store, "job", manifest.ref)
 
 
+@pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b", "a"), ("n" * 300,), ("n/" * 2000 + "n",)], ids=len)
+def test_a_manifest_that_no_disk_could_hold_is_damage(directory, tmp_path, paths):
+    """
+    The next older checkpoint is taken: the fault is not this disk's. A place that is wrong is, and costs no checkpoint.
+    """
+    manifest = replace(
+        directory.manifest(commit(directory, 100).ref), shards=tuple(Shard(path, 0, ()) for path in paths)
+    )
+    (tmp_path / "file").write_bytes(b"")
+    wrong = CheckpointDir(tmp_path / "file" / "checkpoints", Disk())
+    with pytest.raises(OffsiteError, match="expected what can be a file here") as poisoned:
+        transfer.bring(manifest, None, elsewhere(tmp_path), ignore)
+    with pytest.raises(OffsiteError, match="Not a directory") as misplaced:
+        transfer.bring(manifest, None, wrong, ignore)
+
+    assert [(True, True), (True, False)] == [(e.value.final, e.value.damaged) for e in (poisoned, misplaced)]
+    assert "correct checkpoint.dir" in misplaced.value.hint
+
+
 def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path):
     """
     With the numbers; a full disk would stop more than the restore.

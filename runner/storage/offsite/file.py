@@ -14,14 +14,14 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Final
 
-from runner.storage.disk import LINK, Disk, expect_no_link, is_own_name, lstat_inside, own_path, pages
+from runner.storage.disk import Disk, expect_no_link, is_own_name, lstat_inside, own_path, pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
@@ -39,32 +39,11 @@ from runner.storage.offsite.contract import (
     is_key,
     read_chunk,
 )
+from runner.storage.offsite.disks import refused
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _UNFINISHED: Final = "unfinished"
 _GUARD: Final = "guard"  # a lock file beside what `put_if` replaces
-_OURS: Final = "may this user write there?"
-_FULL: Final = "free some space there, or lower offload.keep_last"
-# What only a person mends, and how; all else, such as ESTALE and EIO of a network disk, may pass by itself.
-_CURES: Final[Mapping[int, str]] = {
-    errno.EACCES: _OURS,
-    errno.EPERM: _OURS,
-    errno.EROFS: "mount it so that it can be written, or correct offload.to",
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.ENOTDIR: "correct offload.to: a part of it is a file",
-    errno.EEXIST: "a file is where a folder belongs: remove it, or correct offload.to",
-    errno.EISDIR: "a folder is where a file belongs: remove it, or correct offload.to",
-    errno.ELOOP: "correct offload.to: its links lead in a circle",
-    errno.ENAMETOOLONG: "correct offload.to, or give the job, or this file, a shorter name",
-    errno.EILSEQ: "the disk of the store has no way to write this name: rename the file",
-    errno.EFBIG: "the disk of the store takes no file of this size: use another file system",
-}
-_NO_LINK: Final = "remove the link, or name the folder that it leads to: nothing is stored or read through one"
-_CURABLE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
-_OF_OBJECT: Final = frozenset(
-    {errno.ENAMETOOLONG, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EILSEQ, errno.EFBIG}
-)
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})  # some network disks
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE, SMB and exFAT have none
 
@@ -282,11 +261,7 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            hint = _NO_LINK if error.strerror == LINK else _CURES.get(error.errno or 0, "")
-            curable = error.errno in _CURABLE
-            what = f"{self.address}/{key}".rstrip("/") + f": {error.strerror}"
-            of_object = error.errno in _OF_OBJECT
-            raise OffsiteError(what, hint=hint, final=bool(hint), curable=curable, of_object=of_object) from error
+            raise refused(f"{self.address}/{key}".rstrip("/"), error, "offload.to") from error
 
 
 def _unfinished(target: Path) -> Path:

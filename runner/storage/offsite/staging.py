@@ -29,6 +29,7 @@ from runner.errors import one_line
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
+from runner.storage.offsite.disks import place_of, refused
 from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
@@ -108,18 +109,17 @@ def stage(  # noqa: PLR0913  # called once, all by name
     notes = run_dir / _NOTES
     progress(0.0, "listing")
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    files = [file for item in items for file in _find(item, open_at, mark)]
-    _expect_own_places(files)
-    missing = [file for file in files if not file.is_here()]
     try:
+        files = [file for item in items for file in _find(item, open_at, mark)]
+        _expect_own_places(files)
+        missing = [file for file in files if not file.is_here()]
         notes.mkdir(parents=True, exist_ok=True)
         unsure = _Fetching(files, missing, notes, boot_id, progress).fetch()
         _expect_apart(missing)
         marker = {"listing": _digest(files), "files": len(files)}
         write_durable(Disk(), _marker(run_dir, digest), json.dumps(marker).encode())
     except OSError as error:
-        final = isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError)
-        raise OffsiteError(f"data: {error.filename}: {error.strerror}", final=final) from error
+        raise refused(f"data: {place_of(error, run_dir)}", error, "data.to") from error
     return Staged(
         num_files=len(files),
         size_bytes=sum(file.size_bytes for file in files),
@@ -183,9 +183,9 @@ def _single(item: Item, address: str, open_at: Callable[[str], Store], mark: str
 def _expect_own_places(files: Sequence[_File]) -> None:
     seen: set[Path] = set()
     folders: set[Path] = set()
-    real = cache(Path.resolve)  # folders may be links to one another
+    real = cache(os.path.realpath)  # folders may be links to one another
     for file in files:
-        place = real(file.target.parent) / file.target.name
+        place = Path(real(file.target.parent), file.target.name)
         if place in seen:
             raise _crowded(file.target, "one source", "two", "give the items of data folders of their own (to)")
         if is_own_name(file.target.name):
@@ -264,6 +264,7 @@ class _Fetching:
                     f"data: expected {num_bytes / 1e9:.1f} GB free for {places[device]}, found {free / 1e9:.1f}",
                     hint="free some space, bring less, or rent a machine with a larger disk",
                     final=True,
+                    curable=True,
                 )
 
     def _fetch_small(self, file: _File) -> None:

@@ -51,6 +51,7 @@ from runner.storage.offsite.contract import (
     in_parallel,
     parse_abilities,
 )
+from runner.storage.offsite.disks import NO_PLACE, place_of, refused
 from runner.storage.offsite.known import Known, signature
 from vramfarm.checksum import crc32
 from vramfarm.protocol import (
@@ -604,16 +605,18 @@ def bring(manifest: Manifest, source: Source, directory: CheckpointDir, progress
     try:
         directory.root.mkdir(parents=True, exist_ok=True)
         folder = directory.begin_restore(manifest.ref)
-        begun = frozenset(shard.path for shard in manifest.shards if has_bytes(folder / shard.path))
-        _make_room(directory.disk, folder, manifest)
+        begun = _make_room(directory.disk, folder, manifest)
         _bring_all(manifest, source, _Target(directory.disk, folder, begun), progress)
         return directory.adopt(folder, manifest)
     except OSError as error:
-        raise OffsiteError(f"{error.filename or directory.root}: {error.strerror}", final=False) from error
+        raise refused(place_of(error, directory.root), error, "checkpoint.dir") from error
 
 
-def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
-    """Files for the shards, with their space taken, or from an earlier call; an error if the disk cannot hold the rest."""
+def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> frozenset[str]:
+    """
+    Files for the shards, with their space taken, or from an earlier call: these are returned. An error if the disk
+    cannot hold the rest.
+    """
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))  # files may have holes
     needed, free = manifest.size_bytes - there + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
     if needed > free:
@@ -621,14 +624,29 @@ def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> None:
             f"{folder.parent}: expected {needed / 1e9:.1f} GB free to restore {manifest.ref.name}, got {free / 1e9:.1f}",
             hint="free some space, or rent a machine with a larger disk",
             final=True,
+            curable=True,
         )
-    for shard in manifest.shards:
-        path = folder / shard.path
+    return frozenset(shard.path for shard in manifest.shards if _make_file(disk, folder, shard))
+
+
+def _make_file(disk: Disk, folder: Path, shard: Shard) -> bool:
+    """Whether an earlier call has written to it."""
+    path = folder / shard.path
+    try:
+        is_begun = has_bytes(path)
         for between in reversed(path.relative_to(folder.parent).parents[:-1]):
             disk.make_folder(folder.parent / between)
-        if path.exists() and path.stat().st_size > shard.size_bytes:
+        if path.is_file() and path.stat().st_size > shard.size_bytes:
             disk.remove(path)
+            is_begun = False
         disk.reserve(path, shard.size_bytes)
+    except OSError as error:
+        if error.errno not in NO_PLACE:
+            raise
+        what = f"{folder.name}: {shard.path[:80]}: expected what can be a file here: {error.strerror}"
+        hint = "use an older checkpoint; the manifest of this one makes no sense"
+        raise OffsiteError(what, hint=hint, final=True, damaged=True) from error
+    return is_begun
 
 
 @dataclass(frozen=True, slots=True)
