@@ -106,6 +106,7 @@ def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, t
         pytest.param((400, "ExpiredToken"), "get new ones", True, id="expired"),
         pytest.param((403, "InvalidAccessKeyId"), "AWS_ACCESS_KEY_ID", True, id="unknown key"),
         pytest.param((403, "QuotaExceeded"), "the store is full", True, id="full"),
+        pytest.param((507, "XMinioStorageFull"), "the store is full", True, id="full, another server's words"),
     ],
 )
 def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory, answer, cure, curable, first):  # noqa: PLR0917

@@ -32,6 +32,8 @@ from runner.storage.offsite.contract import OffsiteError
 
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
 _REGION_HINT: Final = "the bucket is in another region: set offload.region"
+_FULL: Final = "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)"
+_ILL: Final = "is the store full? its own log says what is wrong with it"  # SeaweedFS says no more
 _HINTS: Final[Mapping[str, str]] = {
     "AccessDenied": "the key may not do this: check its rights and the bucket's policy (list, get, put, delete)",
     "403": "wrong key, or one that may not do this: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and its rights",
@@ -49,13 +51,16 @@ _HINTS: Final[Mapping[str, str]] = {
     "InvalidObjectState": "it is archived: have the store restore the object, and end the lifecycle rule that moved it",
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it (timedatectl set-ntp true, or ntpdate)",
     "AccountProblem": "the store's owner must settle the account",
-    "QuotaExceeded": "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)",
+    "QuotaExceeded": _FULL,
+    "XMinioStorageFull": _FULL,
+    "XMinioAdminBucketQuotaExceeded": _FULL,
+    "507": _FULL,
     "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
 }
-_CURABLE_STATUS: Final = frozenset({401, 403})  # whoever says no may say yes tomorrow, or to a new key
+_CURABLE_STATUS: Final = frozenset({401, 403, 507})  # whoever says no may say yes tomorrow, or to a new key
 _CURABLE: Final = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidIdentityToken"}
-    | {"QuotaExceeded"}
+    | {"QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
 )
 _UNREACHABLE: Final = "check offload.endpoint and the network"
 _FILES: Final = "the AWS configuration files (AWS_PROFILE, AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE)"
@@ -172,11 +177,12 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     status = answer.get("HTTPStatusCode", 0)
     said = _said(fields.get("Message", ""))
     passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
-    hint = _HINTS.get(code, "")
+    hint = _HINTS.get(code) or _HINTS.get(str(status), "")
     region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if hint == _REGION_HINT and region:
         hint = f"{hint} to {_said(region)}"
     final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
+    hint = hint or (_ILL if code == "InternalError" else "")
     what = f"{where}: the store answered {status} {_said(code)}: {said}"
     return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=final and not (hint or curable))
 
