@@ -502,6 +502,9 @@ class Observed:
     spoilt: frozenset[str] = (
         frozenset()
     )  # names of what is in the store, and no checkpoint: a manifest that makes no sense
+    vanished: frozenset[str] = (
+        frozenset()
+    )  # names of checkpoints that the store had in this life, and nobody here removed
     other_job: str = ""  # how the job that the store has under this name differs from ours
     concluded_elsewhere: Conclusion | None = None  # what the store says of this job
     tasks: Mapping[TaskKind, TaskState] = field(default_factory=dict)

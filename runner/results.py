@@ -67,9 +67,11 @@ def parse_finding(fields: Mapping[str, Any]) -> Finding:
 class StoreView:
     """What tasks told of the store in this life."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_last: int = 1) -> None:
+        self._keep_last = keep_last
         self.checkpoints: tuple[Checkpoint, ...] | None = None
         self.spoilt: Mapping[str, Any] = {}  # by name, as a task told it; for the next one
+        self.vanished: frozenset[str] = frozenset()
         self.conclusion: Conclusion | None = None
         self._is_damaged: dict[str, bool] = {}  # by name, as the last one found that had to do with its bytes
         self.job: Mapping[str, Any] = {}
@@ -112,9 +114,7 @@ class StoreView:
         if kind is TaskKind.COMMIT and started:
             self.last_commit_s = (state.at - started).total_seconds()
         if "checkpoints" in state.result:
-            self.checkpoints = tuple(parse_checkpoint(fields) for fields in state.result["checkpoints"])
-        if "spoilt" in state.result:
-            self.spoilt = state.result["spoilt"]
+            self._listed(state.result)
         if kind is TaskKind.SURVEY:
             self.ledger = ledger.parse(state.result.get("ledger"))
             identity = (state.result.get("job") or {}).get("identity")
@@ -122,6 +122,13 @@ class StoreView:
             self.abilities = state.result.get("abilities")
         if "outcome" in state.result:
             self.conclusion = parse_conclusion(state.result["outcome"] or {})
+
+    def _listed(self, result: Mapping[str, Any]) -> None:
+        had = {c.ref.name for c in (self.checkpoints or ())[-self._keep_last :]}  # older ones are ours to remove
+        self.checkpoints = tuple(parse_checkpoint(fields) for fields in result["checkpoints"])
+        self.spoilt = result.get("spoilt", {})
+        there = {c.ref.name for c in self.checkpoints} | {*self.spoilt, *result.get("refused", ())}
+        self.vanished = frozenset((self.vanished | had) - there)
 
 
 class LeaseView:

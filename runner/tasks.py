@@ -217,6 +217,7 @@ def look(store: Store, arguments: Arguments) -> dict[str, Any]:
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
         "spoilt": found.spoilt,
+        "refused": sorted(found.refused),
         "outcome": found.outcome,
         "summary": _survey_summary(found),
     }

@@ -71,6 +71,7 @@ from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
 from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
+from runner.policy.notices import tell_vanished
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import DAMAGED, WAITING
@@ -297,6 +298,8 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
         yield f"{after.progress.save_error}{goes_on}"
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
+    if gone := after.vanished - (before.vanished if before else frozenset()):
+        yield tell_vanished(gone)
     yield from _limit_near(before, after)
     if after.straggler and before and after.straggler != before.straggler:
         yield after.straggler

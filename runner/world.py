@@ -106,7 +106,7 @@ class RealWorld:
         self._pages_are_tidy = False
         self._life = uuid.uuid4().hex
         self._boot_id = _BOOT_ID.read_text().strip()
-        self._store = StoreView()
+        self._store = StoreView(self._job.offload.keep_last)
         self._logs = Logs(folder.root / "logs")
         self._lease = LeaseView(is_needed=self._job.offload.to is not None)
         self._holder = identify_holder(setting.server, folder, disk)
@@ -177,6 +177,7 @@ class RealWorld:
             unusable=self._store.unusable(history.unusable),
             unusable_now=self._store.unusable_now(),
             spoilt=frozenset(self._store.spoilt),
+            vanished=self._store.vanished,
             other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,

@@ -34,6 +34,7 @@ from runner.results import StoreView
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.journal import Journal
+from runner.tasks import dump_checkpoint
 from tests.fakes import FaultyDisk, PowerLoss
 from vramfarm.protocol import ALGORITHM, TEMPORARY, EndRecord, Manifest, Ref, Shard, shard_name
 
@@ -113,7 +114,7 @@ class SimWorld:
         self.leave_sent_at: datetime | None = None
         self.tasks: dict[TaskKind, TaskState] = {}
         self.offsite: tuple[Checkpoint, ...] | None = None
-        self.view = StoreView()
+        self.view = StoreView(job.offload.keep_last)
         self.leaving = False
         self.server: Server | None = None
 
@@ -145,6 +146,7 @@ class SimWorld:
             unusable=self.view.unusable(history.unusable),
             unusable_now=self.view.unusable_now(),
             spoilt=frozenset(self.view.spoilt),
+            vanished=self.view.vanished,
             other_job=self.elsewhere.other_job,
             concluded_elsewhere=self.elsewhere.outcome if self.offsite is not None else None,
             tasks=dict(self.tasks),
@@ -207,7 +209,10 @@ class SimWorld:
             self.offsite = tuple(
                 sorted((c for r, c in self.elsewhere.store.items() if r in known), key=lambda c: c.ref)
             )
-            result = {"spoilt": dict.fromkeys(self.elsewhere.spoilt)}
+            result = {
+                "spoilt": dict.fromkeys(self.elsewhere.spoilt),
+                "checkpoints": [dump_checkpoint(c) for c in self.offsite],
+            }
             return Finished(subject=state.subject, at=self.elsewhere.now, result=result)
         return Finished(subject=state.subject, at=self.elsewhere.now)
 

@@ -8,7 +8,7 @@ No storm: what may happen again and again is told at most as often as its pause 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -53,6 +53,7 @@ def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator
     yield from _save_fails(history, seen)
     if not isinstance(action, End):  # whose reason it is
         yield from _copies_fail(history, seen)
+    yield from _vanished(history, seen)
     yield from _ended(history, action)
 
 
@@ -117,6 +118,20 @@ def _copies_fail(history: History, seen: Observed) -> Iterator[Notify]:
             hint = f"; {state.hint}" if state.hint else ""
             text = f"nothing reaches the store, what is new is only on this disk: {state.error}{hint}"
             yield from _rarely(history, seen, "upload", text)
+
+
+def _vanished(history: History, seen: Observed) -> Iterator[Notify]:
+    if seen.vanished:
+        newest = max(seen.vanished)
+        yield from _once(history, "alert", f"vanished {newest}", tell_vanished(seen.vanished))
+
+
+def tell_vanished(names: Collection[str]) -> str:
+    """What was safe, and is not any more; what is newer is sent as ever."""
+    return (
+        f"the store has lost {', '.join(sorted(names))}, which it had confirmed: no runner removes the newest ones; "
+        "does a lifecycle rule of the bucket, or somebody, remove what is there?"
+    )
 
 
 def _ended(history: History, action: Action) -> Iterator[Notify]:

@@ -9,6 +9,8 @@ STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before t
 REFUSED_AGAIN = timedelta(minutes=2)  # a store that refuses may be emptied, or given the right credentials, meanwhile
 AGAIN = timedelta(seconds=15)  # a store that is away is asked, at the latest
 _VERIFY_TRIES = 3  # of one checkpoint: a store that damages what it gets is no store
+SILENT = timedelta(minutes=3)  # longer than a keeper's two questions with all their repetitions
+_SLOW_START = timedelta(minutes=10)
 STUCK = timedelta(minutes=30)  # without a piece that has moved
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
@@ -80,12 +82,25 @@ def may_write(seen: Observed) -> bool:
 
 
 def cease(seen: Observed) -> Cease | None:
-    """Whoever lost the lease, or could not renew it for a while, stops writing before another one begins."""
+    """
+    Whoever lost the lease, or could not renew it for a while, stops writing before another one begins. A keeper
+    that says nothing renews nothing, and its place is another one's.
+    """
+    if _is_silent(seen):
+        return Cease(TaskKind.LEASE, "who keeps the lease says nothing: it is ended, and another one is begun")
     if may_write(seen):
         return None
     writing = (kind for kind in WRITERS if isinstance(seen.tasks.get(kind), Running))
     kind = next(writing, None)
     return None if kind is None else Cease(kind, "this runner does not have the lease of the run now")
+
+
+def _is_silent(seen: Observed) -> bool:
+    """It tells of every renewal and of every failure to renew; the first may come after a long look at the store."""
+    state = seen.tasks.get(TaskKind.LEASE)
+    if not isinstance(state, Running):
+        return False
+    return seen.now >= (state.moved_at + SILENT if state.moved_at else state.started_at + _SLOW_START)
 
 
 def end_stuck(seen: Observed) -> Cease | None:

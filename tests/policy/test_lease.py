@@ -263,6 +263,30 @@ def seen(state, **more):
     return replace(Observed(now=NOW, boot_id="b", life="l", lease=lease), **more)
 
 
+@pytest.mark.parametrize(
+    ("told_s", "age_s", "expected"),
+    [
+        pytest.param(0, 170, False, id="it told something not long ago"),
+        pytest.param(0, 190, True, id="it is silent"),
+        pytest.param(None, 500, False, id="it begins"),
+        pytest.param(None, 700, True, id="it never began"),
+    ],
+)
+def test_a_keeper_that_says_nothing_is_ended_and_another_one_begun(told_s, age_s, expected):
+    """
+    One that was stopped (SIGSTOP), or hangs, renews nothing and tells nothing for ever.
+    """
+    moved_at = None if told_s is None else NOW + timedelta(seconds=told_s)
+    keeper = Running(subject="of the run", started_at=NOW, moved_at=moved_at)
+    lapsed = seen(LeaseState.LAPSED, tasks={TaskKind.LEASE: keeper}, now=NOW + timedelta(seconds=age_s), local=(HERE,))
+
+    action = decide(JOB, HISTORY, lapsed)
+    then = decide(JOB, HISTORY, replace(lapsed, tasks={}))
+
+    assert expected == (isinstance(action, Cease) and action.kind is TaskKind.LEASE)
+    assert Begin(TaskKind.LEASE, "of the run") == then
+
+
 def test_before_anything_is_written_the_lease_is_taken():
     """
     Not even a look into the store, which writes a word there, comes before it.

@@ -21,6 +21,7 @@ from runner.job import Job
 from runner.policy.actions import Launch, Notify
 from runner.policy.notices import decide_and_tell
 from runner.storage import journal as events
+from runner.words import changes
 from tests.simworld import START, TURN, Elsewhere, boot
 from vramfarm.protocol import Ref
 
@@ -58,6 +59,22 @@ def test_a_good_night_is_two_messages(tmp_path):
     assert ["started", "ended"] == told(elsewhere)
     assert "off by 2026-01-02 00:00 UTC" in elsewhere.messages[0][1]
     assert "succeeded, step 500" in elsewhere.messages[1][1]
+
+
+def test_a_checkpoint_that_is_gone_from_the_store_is_told_once(tmp_path):
+    """
+    Whoever has a lifecycle rule that removes them must hear of it before they are needed.
+    """
+    gone = replace(SEEN, vanished=frozenset({CHECKPOINT.ref.name}))
+
+    message = decide_and_tell(JOB, BEGUN, gone)
+    again = decide_and_tell(JOB, replace(BEGUN, notified={**BEGUN.notified, message.key: START}), gone)
+    lines = [*changes(SEEN, gone), *changes(gone, gone)]
+
+    assert isinstance(message, Notify)
+    assert [message.text] == lines
+    assert f"the store has lost {CHECKPOINT.ref.name}" in message.text
+    assert not isinstance(again, Notify)
 
 
 def test_nobody_to_tell_is_no_message(tmp_path):
