@@ -128,7 +128,8 @@ def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> 
         return take(newest)
     except OffsiteError as error:
         if not (error.damaged and older):
-            error.hint = f"this one is damaged; the next older is {newest.older}" if newest.older else error.hint
+            if error.damaged and newest.older:  # a refusal has its own cure
+                error.hint = f"this one is damaged; the next older is {newest.older}"
             raise
         note(f"passed over: {newest.ref.name}: {error}")
         return first_whole(older, take)

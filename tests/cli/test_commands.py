@@ -17,10 +17,12 @@ from runner.cli.load import load_job
 from runner.cli.loop import identity
 from runner.cli.main import COMMANDS
 from runner.cli.planned import refuse_planned
+from runner.cli.shelves import Candidate, first_whole
 from runner.cli.status import describe
 from runner.job import Job
+from runner.storage.offsite import OffsiteError
 from vramfarm.checksum import crc32
-from vramfarm.protocol import MANIFEST, Env, Manifest, Shard, dump_manifest, shard_name
+from vramfarm.protocol import MANIFEST, Env, Manifest, Ref, Shard, dump_manifest, shard_name
 
 JOB = "name: llama\ncommand: train.py --lr 2e-5\noffload: {to: s3://bucket/runs}\nlimits: {max_duration: 12h}\n"
 
@@ -842,6 +844,25 @@ def test_the_folder_of_one_checkpoint_is_a_checkpoint(tmp_path, cli, is_run):
     assert b"x" * 2000 == (tmp_path / "here" / folder.name / shard_name(0, 1)).read_bytes()
     assert (4, [folder.name]) == (refused.returncode, [path.name for path in (tmp_path / "here").iterdir()])
     assert f"hint: this one is damaged; the next older is {folder}" in refused.stderr
+
+
+def test_a_refusal_of_the_store_is_not_told_as_damage():
+    """
+    It has a cure of its own, and an older checkpoint is none.
+    """
+
+    def refuse(_):
+        raise OffsiteError("403", hint="ask for the right", final=True, curable=True)
+
+    named, newest = (
+        Candidate(ref=Ref(1, step, 1, "0" * 8), open=None, bring=None, older=older)
+        for step, older in ((1, "x"), (2, ""))
+    )
+    for found in ([named], [newest, named]):
+        with pytest.raises(OffsiteError) as caught:
+            first_whole(found, refuse)
+
+        assert "ask for the right" == caught.value.hint
 
 
 @pytest.mark.parametrize(
