@@ -749,14 +749,14 @@ def _attempts_before(earlier: Earlier) -> str:
 
 
 def _weights(job: Job, seen: Observed) -> str:
-    if seen.usable:
-        newest = max(c.ref for c in seen.usable)
-        return f"{job.offload.to}/{job.name}/checkpoints/{newest.name}"
+    here, there = (max((c.ref for c in found), default=None) for found in (seen.local, seen.usable))
+    if there and (here is None or here <= there):
+        return f"{job.offload.to}/{job.name}/checkpoints/{there.name}"
     is_known = job.offload.to is None or seen.offsite is not None
-    if seen.local:
-        newest = max(c.ref for c in seen.local)
-        where = "only on this disk" if is_known else "on this disk; what the store has is not known"
-        return f"{job.checkpoint.dir}/{newest.name} ({where})"
+    if here:
+        older = f"; the store has {there.name}" if there else ""
+        where = f"only on this disk{older}" if is_known else "on this disk; what the store has is not known"
+        return f"{job.checkpoint.dir}/{here.name} ({where})"
     return "none were saved" if is_known else "none on this disk; what the store has is not known"
 
 

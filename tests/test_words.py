@@ -246,15 +246,18 @@ def test_what_the_end_waits_for_is_said_and_until_when():
 
 def test_weights_in_a_store_that_refused_are_not_denied():
     """
-    Where the store was never read, nobody can say that a checkpoint is only on this disk.
+    Where the store was never read, nobody can say that a checkpoint is only on this disk; and an older one there is not the last.
     """
     end = End(code=4, stop=True, keep=True, reason="403")
 
+    newer = replace(checkpoint(), ref=replace(checkpoint().ref, step=900))
+    behind = "\n".join(closing(JOB, History(), replace(SEEN, local=(newer,), offsite=(checkpoint(),)), AROUND, end))
     unknown = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),)), AROUND, end))
     known = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),), offsite=()), AROUND, end))
 
     assert "(on this disk; what the store has is not known)" in unknown
     assert "(only on this disk)" in known
+    assert "step-00000900-0123abcd (only on this disk; the store has step-00000500-0123abcd)" in behind
 
 
 POD = Server(provider="runpod", id="p1", price_per_hour="23.92", currency="USD", keeping="40.00 USD a month (200 GB)")
