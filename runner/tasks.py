@@ -213,7 +213,8 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def look(store: Store, arguments: Arguments) -> dict[str, Any]:
     known = {name: (which, why) for name, (which, why) in arguments["spoilt"].items()}
-    found = transfer.survey(store, arguments["job"], spoilt=known)
+    here = {checkpoint.ref.name for checkpoint in _directory(arguments).committed()}
+    found = transfer.survey(store, arguments["job"], here=here, spoilt=known)
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
         "spoilt": found.spoilt,

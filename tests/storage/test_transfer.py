@@ -518,7 +518,10 @@ def test_a_newest_manifest_that_the_store_refuses_is_no_missing_one(store, direc
         transfer.survey(keeping, "job")
     found = transfer.survey_readable(keeping, "job")
 
-    assert (True, True, False) == (caught.value.final, caught.value.curable, caught.value.damaged)
+    assert (True, False, False) == (caught.value.final, caught.value.curable, caught.value.damaged)
+    assert [older.ref] == [
+        c.ref for c in transfer.survey(keeping, "job", here={newest.ref.name}).checkpoints
+    ]  # nothing is behind it that this disk lacks
     assert f"{newest.ref.name}: its manifest cannot be read" in str(caught.value)
     assert "begin anew under another name" in caught.value.hint
     assert ([older.ref], (), [newest.ref.name]) == (

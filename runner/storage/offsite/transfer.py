@@ -118,24 +118,27 @@ class Survey:
 # ----------------------------------------------------------------------------------- survey
 
 
-def survey(
+def survey(  # noqa: PLR0913  # the last three by name
     store: Store,
     job: str,
     progress: Progress = lambda _fraction, _note: None,
     *,
     wanted: str = "",
+    here: Collection[str] = (),
     spoilt: Mapping[str, Spoilt] = _NONE,
 ) -> Survey:
     """
     Look at all of a job in a store; reads manifests, no shard. Those that an earlier look found `spoilt` are not
     read again while they are the same.
 
-    An error if the store refuses the manifest of the one that is `wanted`, by default the newest: whoever took
-    that for none would go on from an older one, or begin anew.
+    An error if the store refuses the manifest of the one that is `wanted`, by default the newest, unless that is
+    `here`: whoever took it for none would go on from an older one, or begin anew. Not `curable`: a run that is no
+    further than an older one must not go on meanwhile.
     """
     found = survey_readable(store, job, progress, spoilt=spoilt)
-    if refusal := found.refused.get(wanted or found.newest):
-        raise refusal
+    name = wanted or found.newest
+    if name in found.refused and name not in here:
+        raise found.refused[name]
     return found
 
 
@@ -199,7 +202,7 @@ def _describe_listed(
         if not error.final:
             raise
         what = f"{name}: its manifest cannot be read: {error}"
-        return OffsiteError(what, hint=error.hint or _REFUSED, final=True, curable=error.curable)
+        return OffsiteError(what, hint=error.hint or _REFUSED, final=True)
 
 
 def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, list[str]]:
