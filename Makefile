@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test test-failed check bench bench-transfer correctness test-old-torch install clean docs
+.PHONY: run test test-failed check bench bench-transfer correctness chaos chaos-disks chaos-exits test-old-torch install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -47,6 +47,20 @@ bench: install
 ROUNDS ?= 100
 correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
+
+# Whole runs with torchrun and an S3 server, killed at every point of a save, and power that is lost: root, a minute or two a round on two
+# cores. FAKE=--fake leaves torch out, which is half of it.
+FAKE ?=
+chaos: install
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos/storm.py --rounds $(ROUNDS) $(FAKE)
+	@cat build/chaos/chaos.md
+
+# Disks that are full, read-only, slow or failing below a whole run; and how long a training takes to end while a save is on its way.
+chaos-disks: install
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos/disks.py
+
+chaos-exits: install
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos/exits.py
 
 # Uploads and downloads beside other clients, to an S3 server on this machine.
 bench-transfer: install

@@ -63,3 +63,10 @@ class PowerDisk:
 
 def run(*argv: object) -> None:
     subprocess.run([str(a) for a in argv], check=True, capture_output=True, timeout=60)
+
+
+def written(path: Path) -> int:
+    """When; 0 of a file that is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0

@@ -5,7 +5,7 @@ Whole runs on a disk in trouble: full, read-only, slow, or failing, below everyt
 
 Real filesystems where there is one for it; else what the C library answers is changed (tests/vramfarm/trouble.c). The
 run is the whole chain with a trainer without torch, a file:// store on another disk. Trouble comes when two
-checkpoints are there, stays for some saves, and goes where it can. DIR/disks.md gets the table.
+checkpoints are there, stays for some saves, and goes where it can. Each log is kept in build/chaos.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.chaos.disk import run, written
 from runner.supervise import page as pages
 from runner.supervise.process import end_all, find
 from tests.chaos.witness import check_checkpoint
@@ -96,7 +97,7 @@ class Night:
 
     def page(self) -> ControlPage | None:
         prefix = pages._prefix(self.run_dir)
-        for path in sorted(Path("/dev/shm").glob(f"{prefix}*"), key=lambda p: p.stat().st_mtime_ns)[-1:]:
+        for path in sorted(Path("/dev/shm").glob(f"{prefix}*"), key=written)[-1:]:
             with suppress(OSError, ValueError):
                 return ControlPage.open(path)
         return None
@@ -131,10 +132,6 @@ class Night:
         if self.is_mounted:
             run("umount", "-l", self.place)
         self.image.unlink(missing_ok=True)
-
-
-def run(*argv: object) -> None:
-    subprocess.run([str(a) for a in argv], check=True, capture_output=True, timeout=60)
 
 
 def fill(night: Night) -> None:
