@@ -22,7 +22,7 @@ command: python3 train.py
 launcher: command
 cpu_processes: 1
 notify: [WHOM]
-offload: {to: "file://{workspace}/store"}
+offload: {to: "file://{workspace}/store", outlives_server: true}
 """
 
 
