@@ -149,7 +149,7 @@ def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
         for offset in range(0, head.size_bytes, _PIECE_BYTES):
-            file.write(store.read(name, offset, min(_PIECE_BYTES, head.size_bytes - offset)))
+            file.write(store.read(name, offset, min(_PIECE_BYTES, head.size_bytes - offset), head.tag))
             progress(offset / head.size_bytes, "archive")
     return ArchiveSource(archive=str(target))
 

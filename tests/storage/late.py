@@ -1,5 +1,6 @@
 """A store that shows what it has taken, replaced and removed only after a while."""
 
+import hashlib
 import threading
 import time
 from datetime import UTC, datetime
@@ -69,19 +70,25 @@ class LateStore:
         now = self._inner.get_version(key)
         return now.tag if now and now.content == content else "older"
 
-    def read(self, key, offset, num_bytes):
+    def read(self, key, offset, num_bytes, tag=""):
         content = self._seen(key)
         if content is None:
             raise OffsiteError(f"{self.address}/{key}: there is no such object", final=False)
+        if tag not in {"", self._etag(content)}:
+            raise OffsiteError(f"{self.address}/{key}: got another one", final=False)
         return content[offset : offset + num_bytes]
 
-    def stream(self, key, offset, num_bytes):
-        content = self.read(key, offset, num_bytes)
+    def stream(self, key, offset, num_bytes, tag=""):
+        content = self.read(key, offset, num_bytes, tag)
         return (content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES))
 
     def head(self, key):
         content = self._seen(key)
-        return None if content is None else Head(size_bytes=len(content), crc32=None)
+        return None if content is None else Head(size_bytes=len(content), crc32=None, tag=self._etag(content))
+
+    @staticmethod
+    def _etag(content):
+        return hashlib.sha256(content).hexdigest()
 
     def list(self, prefix, left_out=lambda _: None):
         there = {entry.key: entry for entry in self._inner.list(prefix, left_out)}

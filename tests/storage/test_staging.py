@@ -53,9 +53,9 @@ class Origin:
         return store
 
     def _counted(self, read):
-        def counted(key, offset, num_bytes):
+        def counted(key, offset, num_bytes, tag=""):
             self.reads.append((key, offset))
-            return read(key, offset, num_bytes)
+            return read(key, offset, num_bytes, tag)
 
         return counted
 
@@ -272,8 +272,8 @@ def test_pieces_of_a_large_file_are_not_fetched_again(origin):
         opened = store(address)
         stream = opened.stream
 
-        def once(key, offset, num_bytes):
-            for block in stream(key, offset, num_bytes):
+        def once(key, offset, num_bytes, tag=""):
+            for block in stream(key, offset, num_bytes, tag):
                 if offset == 2 * CHUNK_BYTES and not broken:
                     broken.append(offset)
                     raise OffsiteError("cut", final=False)
@@ -294,6 +294,44 @@ def test_pieces_of_a_large_file_are_not_fetched_again(origin):
     assert CORPUS == contents(origin.to)
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_never_mixed(origin, tmp_path):
+    """
+    By one of the same size, in a store that may keep no checksum: the pieces that came count for nothing.
+    """
+    open_at, fresh = origin.open_at, bytes(len(LARGE))
+
+    def replacing(address):
+        opened = open_at(address)
+        stream = opened.stream
+
+        def first(key, offset, num_bytes, tag=""):
+            yield from stream(key, offset, CHUNK_BYTES, tag)
+            if open_store(origin.offload, origin.env).read(f"train/{key}", 0, 1) != b"\0":
+                replace_in(origin, tmp_path, f"train/{key}", fresh)
+                raise OffsiteError("cut", final=False)
+            yield from stream(key, offset + CHUNK_BYTES, num_bytes - CHUNK_BYTES, tag)
+
+        opened.stream = first
+        return opened
+
+    origin.open_at = replacing
+    item = Item(source=f"{origin.offload.to}/train/0.bin", to=str(origin.to / "0.bin"))
+    with pytest.raises(OffsiteError, match="cut"):
+        origin.stage(item)
+    origin.stage(item)
+
+    assert {"0.bin": fresh} == contents(origin.to)
+
+
+def replace_in(origin, tmp_path, key, content):
+    """In a folder with the time that it had, as tools do that copy times, too."""
+    path = tmp_path / "origin" / key
+    before = path.stat().st_mtime_ns if path.exists() else None
+    origin.fill(tmp_path, {key: content})
+    if before:
+        os.utime(path, ns=(before, before))
+
+
 @pytest.mark.parametrize("size", [CHUNK_BYTES // 2, CHUNK_BYTES + 7, len(LARGE) - 1], ids=str)
 def test_an_answer_that_ends_early_is_no_data(request, tmp_path, size):
     """
@@ -307,8 +345,8 @@ def test_an_answer_that_ends_early_is_no_data(request, tmp_path, size):
         store = open_at(address)
         stream = store.stream
 
-        def cut(key, offset, num_bytes):
-            return stream(key, offset, limits.pop() if limits else num_bytes)
+        def cut(key, offset, num_bytes, tag=""):
+            return stream(key, offset, limits.pop() if limits else num_bytes, tag)
 
         store.stream = cut
         return store

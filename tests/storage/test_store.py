@@ -292,6 +292,25 @@ def test_names_that_a_file_may_have_are_keys(store):
     assert [name.encode() for name in ODD_NAMES] == [store.get(f"job/{name}") for name in ODD_NAMES]
 
 
+def test_what_is_read_with_a_tag_is_of_one_object(store):
+    """
+    By its head's tag; one that was replaced by another of the same size is an error that may pass.
+    """
+    store.put("job/data", b"first")
+    soon(lambda: store.head("job/data") is not None, True)
+    tag = store.head("job/data").tag
+    parts = [store.read("job/data", 0, 3, tag), *map(bytes, store.stream("job/data", 3, 2, tag))]
+    store.put("job/data", b"other")
+    soon(lambda: store.read("job/data", 0, 5), b"other")
+    refusals = []
+    for call in (lambda: store.read("job/data", 3, 2, tag), lambda: list(store.stream("job/data", 3, 2, tag))):
+        with pytest.raises(OffsiteError, match="got another one") as caught:
+            call()
+        refusals.append(caught.value.final)
+
+    assert (b"first", [False, False]) == (b"".join(parts), refusals)
+
+
 def test_a_refusal_of_a_hostile_name_is_one_line(store):
     """
     It ends on a terminal.

@@ -202,11 +202,16 @@ class Store(Protocol):
         """All bytes, or None if there is no such object. More than `limit_bytes` is `damaged`."""
         ...
 
-    def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        """Some bytes of an object; fewer only at its end. Not checked: compare checksums."""
+    def read(self, key: str, offset: int, num_bytes: int, tag: str = "") -> bytes:
+        """
+        Some bytes of an object; fewer only at its end. Not checked: compare checksums.
+
+        `tag`, of its `Head`: an error, which may pass, if it is another object by now. Without one, only what
+        one call brings is of one object.
+        """
         ...
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
+    def stream(self, key: str, offset: int, num_bytes: int, tag: str = "") -> Iterator[Block]:
         """
         The same in blocks of `BLOCK_BYTES`, the last one perhaps shorter, so that memory does not grow with them.
 
@@ -255,6 +260,14 @@ def agrees(head: Head, shard: Shard) -> bool | None:
     if head.parts_crc32 is not None and is_sum_of_parts(*head.parts_crc32, shard.checksums, shard.size_bytes):
         return True
     return None  # parts may have been cut in another way
+
+
+def replaced(where: str) -> OffsiteError:
+    return OffsiteError(
+        f"{where}: expected the object that was found, got another one",
+        hint="it was replaced while it was read; it is read again",
+        final=False,
+    )
 
 
 def other_bytes(path: Path, index: int) -> OffsiteError:

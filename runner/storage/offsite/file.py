@@ -38,6 +38,7 @@ from runner.storage.offsite.contract import (
     Version,
     is_key,
     read_chunk,
+    replaced,
 )
 from runner.storage.offsite.disks import refused
 from vramfarm.protocol import CHUNK_BYTES, Shard
@@ -161,20 +162,34 @@ class FileStore:
             raise OffsiteError(what, final=True, damaged=True)
         return self.read(key, 0, head.size_bytes)
 
-    def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        with self._plain_words(key), BufferedReader(self._open(key)) as file:
+    def read(self, key: str, offset: int, num_bytes: int, tag: str = "") -> bytes:
+        with self._open(key, tag) as raw, BufferedReader(raw) as file:
             file.seek(offset)
-            return file.read(num_bytes)
+            content = file.read(num_bytes)
+            self._expect_same(key, raw, tag)
+            return content
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
-        with self._plain_words(key), self._open(key) as file:
+    def stream(self, key: str, offset: int, num_bytes: int, tag: str = "") -> Iterator[Block]:
+        with self._open(key, tag) as file:
             file.seek(offset)
             memory = pages(BLOCK_BYTES)
             for at in range(0, num_bytes, BLOCK_BYTES):
                 yield memory[: file.readinto(memory[: num_bytes - at])]
+            self._expect_same(key, file, tag)
 
-    def _open(self, key: str) -> FileIO:
-        return FileIO(os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+    @contextmanager
+    def _open(self, key: str, tag: str) -> Iterator[FileIO]:
+        with (
+            self._plain_words(key),
+            FileIO(os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file,
+        ):
+            self._expect_same(key, file, tag)
+            yield file
+
+    def _expect_same(self, key: str, file: FileIO, tag: str) -> None:
+        """Others may write into it, where a store would replace it."""
+        if tag and tag != _tag_of(os.fstat(file.fileno())):
+            raise replaced(f"{self.address}/{key}")
 
     def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
         with self._plain_words(prefix):
@@ -205,7 +220,7 @@ class FileStore:
                 return None
             if not stat.S_ISREG(found.st_mode):
                 raise OffsiteError(f"{path}: expected a plain file, got something else", final=True)
-            return Head(size_bytes=found.st_size, crc32=None)
+            return Head(size_bytes=found.st_size, crc32=None, tag=_tag_of(found))
 
     def delete(self, key: str) -> None:
         with self._plain_words(key):
@@ -267,6 +282,10 @@ class FileStore:
 def _unfinished(target: Path) -> Path:
     """Of its own: others may write a small object, too. A large one has one writer, who goes on under the name it had."""
     return own_path(target, f"{secrets.token_hex(8)}.{_UNFINISHED}")
+
+
+def _tag_of(found: os.stat_result) -> str:
+    return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
 
 def _tag(content: bytes) -> str:

@@ -53,6 +53,7 @@ from runner.storage.offsite.contract import (
     Where,
     agrees,
     is_key,
+    replaced,
     run_all,
 )
 from runner.storage.offsite.cures import NO_ANSWER, code_of, plain_words
@@ -361,22 +362,34 @@ class S3Store:
         found = self.get_version(key, limit_bytes)
         return None if found is None else found.content
 
-    def read(self, key: str, offset: int, num_bytes: int) -> bytes:
-        return bytes(next(self._blocks(key, offset, num_bytes, num_bytes), b""))
+    def read(self, key: str, offset: int, num_bytes: int, tag: str = "") -> bytes:
+        return bytes(next(self._blocks(key, offset, num_bytes, num_bytes, tag), b""))
 
-    def stream(self, key: str, offset: int, num_bytes: int) -> Iterator[Block]:
-        return self._blocks(key, offset, num_bytes, BLOCK_BYTES)
+    def stream(self, key: str, offset: int, num_bytes: int, tag: str = "") -> Iterator[Block]:
+        return self._blocks(key, offset, num_bytes, BLOCK_BYTES, tag)
 
-    def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int) -> Iterator[Block]:
+    def _blocks(self, key: str, offset: int, num_bytes: int, block_bytes: int, tag: str) -> Iterator[Block]:
         """Each block may be asked for so often; what came before it is not asked for again."""
         retrying = _retrying()
-        reading = _Reading(partial(self._client.get_object, **self._named(key)), offset, num_bytes)
+        reading = _Reading(partial(self._ask_range, key), offset, num_bytes, tag)
         with closing(reading):
             memory = pages(min(block_bytes, num_bytes)) if num_bytes else memoryview(b"")
             while reading.left:
                 with self._plain_words(key):
                     block = retrying(reading.next_block, memory)
                 yield block
+
+    def _ask_range(self, key: str, begin: int, end: int, tag: str) -> Mapping[str, Any]:
+        """Of the object with this tag, also where the server looks at no condition."""
+        condition: _Condition = {"IfMatch": tag} if tag else {}
+        try:
+            answer = self._client.get_object(**self._named(key), Range=f"bytes={begin}-{end - 1}", **condition)
+        except ClientError as error:
+            raise replaced(f"{self.address}/{key}") if tag and _is_taken(error) else error from None
+        if tag and answer.get("ETag", tag) != tag:
+            answer["Body"].close()
+            raise replaced(f"{self.address}/{key}")
+        return answer
 
     def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
         with self._plain_words(prefix):
@@ -491,18 +504,19 @@ class _Window:
 
 
 class _Reading:
-    """A range of an object on its way. After an error it goes on where the last whole block ended."""
+    """A range of one object on its way. After an error it goes on where the last whole block ended."""
 
-    def __init__(self, ask: Callable[..., Any], offset: int, num_bytes: int) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[..., Mapping[str, Any]], offset: int, num_bytes: int, tag: str) -> None:
+        self._ask, self._tag = ask, tag
         self._at = offset
         self._body: Any = None
         self.left = num_bytes
 
     def next_block(self, memory: memoryview) -> memoryview:
         if self._body is None:
-            answer = self._ask(Range=f"bytes={self._at}-{self._at + self.left - 1}")
+            answer = self._ask(self._at, self._at + self.left, self._tag)
             self._body, self.left = answer["Body"], min(self.left, answer["ContentLength"])
+            self._tag = answer.get("ETag", "")
         block, came = memory[: self.left], 0  # no more: a server that ignores the range cannot fill our memory
         try:
             came = read_into(self._body, block)

@@ -18,7 +18,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
@@ -67,6 +67,7 @@ class _File:
     target: Path
     size_bytes: int
     modified_at: datetime
+    tag: str = ""  # of the object that is read, where several requests read it
     mark: str = ""  # of the run: two that bring the same file in do not write into one another's
 
     @property
@@ -277,6 +278,10 @@ class _Fetching:
         self._meter.add(file.key, file.size_bytes)
 
     def _fetch_large(self, file: _File) -> None:
+        head = file.store.head(file.key)
+        if head is None or head.size_bytes != file.size_bytes:
+            raise _changed(file)
+        file = replace(file, tag=head.tag)  # all pieces are of one object, also those of an earlier call
         pieces = _Pieces(file, self._notes, self._boot_id)
         self._meter.add(file.key, sum(_piece_bytes(file, index) for index in pieces.known))
         in_parallel(partial(self._fetch_run, file, pieces), _runs(file, pieces), _NUM_THREADS)
@@ -315,7 +320,7 @@ class _Fetching:
 def _stream(file: _File, begin: int, num_bytes: int) -> Iterator[Block]:
     """All of it, or an error: else what an early end leaves of a piece would count as one."""
     left = min(num_bytes, file.size_bytes - begin)
-    for block in file.store.stream(file.key, begin, left):
+    for block in file.store.stream(file.key, begin, left, file.tag):
         left -= len(block)
         yield block
     if left:
@@ -340,7 +345,7 @@ def _changed(file: _File) -> OffsiteError:
 
 def _compare(file: _File, head: Head | None, checksums: list[int]) -> bool | None:
     """Whether the store confirms what came; None: by size only."""
-    if head is None or head.size_bytes != file.size_bytes:
+    if head is None or head.size_bytes != file.size_bytes or file.tag not in {"", head.tag}:
         return False
     if head.crc32 is not None:
         return head.crc32 == combine_chunks(checksums, file.size_bytes)
@@ -379,7 +384,7 @@ class _Pieces:
     def __init__(self, file: _File, notes: Path, boot_id: str) -> None:
         self._path = notes / f"{hashlib.sha256(os.fsencode(file.target)).hexdigest()[:16]}.pieces"
         self._lock = threading.Lock()
-        head = json.dumps([str(file.target), file.size_bytes, _ns(file.modified_at), boot_id])
+        head = json.dumps([str(file.target), file.size_bytes, _ns(file.modified_at), file.tag, boot_id])
         self.known = self._read(head, file.num_pieces) if file.part.exists() else {}
         if not self.known:
             Disk().remove(file.part)
