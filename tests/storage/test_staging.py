@@ -182,6 +182,8 @@ def test_what_can_be_no_file_here_is_refused_by_name(request, tmp_path):
     with pytest.raises(OffsiteError, match="found 3 that can be none here: ") as caught:
         origin.stage()
 
+    with pytest.raises(OffsiteError, match=r"found 1 that can be none here: link\? \(a link\)"):
+        origin.stage(Item(source=f"file://{tmp_path}/origin/link\x1b", to=str(tmp_path / "to")))
     told = str(caught.value)
     assert ("link? (a link)" in told, "folder (a link)" in told, "pipe (no plain file)" in told) == (True,) * 3
     assert (True, []) == (caught.value.final, origin.reads)

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -91,9 +92,9 @@ def _files(folder: Path, prefix: str, leave: Leave) -> Iterator[_File]:
     while below:
         inside = below.pop()
         for entry in _entries(f"{folder}{inside}", leave):
-            if entry.is_dir(follow_symlinks=False):
+            if _is_folder(entry):
                 below.append(f"{inside}/{entry.name}")
-            elif entry.is_file(follow_symlinks=False) and (was := _look(entry, leave)):
+            elif was := _look(entry, leave):
                 number += 1
                 yield _File(f"{prefix}{inside}/{entry.name}", entry.path, was)
         if number > _MAX_FILES:
@@ -113,9 +114,17 @@ def _entries(folder: str, leave: Leave) -> list[os.DirEntry[str]]:
         return []
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Some file systems tell it only to who may look at it; what is wrong is said by `_look`."""
+    with suppress(OSError):
+        return entry.is_dir(follow_symlinks=False)
+    return False
+
+
 def _look(entry: os.DirEntry[str], leave: Leave) -> Signature:
+    """Empty: no plain file."""
     try:
-        return sign(entry.stat(follow_symlinks=False))
+        return sign(entry.stat(follow_symlinks=False)) if entry.is_file(follow_symlinks=False) else ()
     except OSError as error:
         _leave_unread(error, leave)
         return ()

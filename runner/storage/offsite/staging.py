@@ -149,14 +149,18 @@ def _find(item: Item, open_at: Callable[[str], Store], mark: str) -> Iterator[_F
             modified_at=entry.modified_at,
             mark=mark,
         )
+    _expect_none_left_out(store, strays)
+    if number == 0:
+        yield _single(item, address, open_at, mark)
+
+
+def _expect_none_left_out(store: Store, strays: Sequence[str]) -> None:
     if strays:
         raise OffsiteError(
             f"data: {store.address}: expected files, found {len(strays)} that can be none here: {', '.join(strays[:3])}",
             hint="rename them there, put files where links are, or name a folder without them in data.from",
             final=True,
         )
-    if number == 0:
-        yield _single(item, address, open_at, mark)
 
 
 def _is_local_file(address: str) -> bool:
@@ -166,7 +170,10 @@ def _is_local_file(address: str) -> bool:
 def _single(item: Item, address: str, open_at: Callable[[str], Store], mark: str) -> _File:
     parent, _, name = address.rpartition("/")
     store = open_at(parent) if not parent.endswith(("/", ":")) else None
-    found = [entry for entry in store.list(name) if entry.key == name] if store else []
+    strays: list[str] = []
+    found = [entry for entry in store.list(name, strays.append) if entry.key == name] if store else []
+    if store is not None and not found:
+        _expect_none_left_out(store, [stray for stray in strays if stray.rpartition(" (")[0] == name])
     if store is None or not found:
         raise OffsiteError(
             f"data: expected files at {item.source}, found none",
