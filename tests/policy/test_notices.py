@@ -212,7 +212,8 @@ def test_what_goes_on_is_told_rarely(seen, history, event):
     assert event == (action.event if isinstance(action, Notify) else None)
 
 
-def test_a_refused_store_is_told_at_once():
+@pytest.mark.parametrize("kind", [TaskKind.LEASE, TaskKind.SURVEY, TaskKind.UPLOAD])
+def test_a_refused_store_is_told_at_once(kind):
     """
     Waiting cures nothing.
     """
@@ -220,7 +221,7 @@ def test_a_refused_store_is_told_at_once():
     history = replace(BEGUN, notified={**BEGUN.notified})
 
     live = Live(attempt_id="a", trainers=(1,), savers=())
-    action = decide_and_tell(JOB, history, replace(SEEN, live=live, tasks={TaskKind.SURVEY: failed}))
+    action = decide_and_tell(JOB, history, replace(SEEN, live=live, tasks={kind: failed}))
 
     assert ("upload", True) == (action.event, "check the key" in action.text)
 
