@@ -17,11 +17,11 @@ from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk, is_own_name, own_path
 from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite.contract import Entry
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.outputs import INDEX, copy_outputs
 from runner.storage.offsite.staging import Item, _expect_apart, _File, _Pieces, is_staged, stage
 from tests.faultproxy import FaultProxy
-from tests.s3server import BUCKET
 from tests.storage.examples import ODD_NAMES
 from tests.storage.moving import ignore
 from vramfarm.protocol import CHUNK_BYTES
@@ -189,13 +189,18 @@ def test_what_can_be_no_file_here_is_refused_by_name(request, tmp_path):
     assert (True, []) == (caught.value.final, origin.reads)
 
 
-def test_a_name_that_no_disk_takes_is_refused_by_name(request, s3server, tmp_path):
+def test_a_name_that_no_disk_takes_is_refused_by_name(origin):
     """
-    A store takes longer ones.
+    A store may take longer ones; SeaweedFS does not.
     """
-    origin = Origin(request, tmp_path, "s3")
-    prefix = origin.offload.to.removeprefix(f"s3://{BUCKET}/")
-    s3server.client().put_object(Bucket=BUCKET, Key=prefix + "/" + "\u3000" * 90, Body=b"")
+    inner, long = origin.open_at, Entry(key="\u3000" * 90, size_bytes=0, modified_at=datetime.now(UTC))
+
+    def open_long(address):
+        store = inner(address)
+        store.list = lambda *_: iter([long])
+        return store
+
+    origin.open_at = open_long
     with pytest.raises(OffsiteError, match=r"found 1 that can be none here: +\(too long\)") as caught:
         origin.stage()
 
