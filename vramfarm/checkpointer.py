@@ -99,8 +99,8 @@ class Checkpointer:
         self._is_bounded = self._staging == "chunked"
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
-        self._step = 0
-        self._position = Position()
+        self._step = self._passes = 0
+        self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
         self._saved: Saved | None = None
         self._rng: Any = None
         self._feed: tuple[Iterable[Any], Feed] | None = None
@@ -143,9 +143,13 @@ class Checkpointer:
         max_steps: int | None = None,
         epochs: int | None = None,
         accumulate: int = 1,
+        finish: bool = True,
     ) -> Iterator[tuple[int, Any]]:
         """
-        Yield (step, batch) from where we are, and finish at the end. With neither limit: one pass.
+        Yield (step, batch) from where we are, and finish at the end. With neither limit: one pass, with the next call one more.
+
+        `finish=False` ends the loop without ending the training, for a validation between epochs; `finish()`
+        or the script's end does that then. `RuntimeError` after the end.
 
         A step ends when the loop's body comes back, with `accumulate` after that many batches
         (`last_micro_batch` says which one completes the step). What is left of an epoch goes on
@@ -154,12 +158,14 @@ class Checkpointer:
         `accumulate=ckpt.grad_accum` keeps job.yaml's global batch on any number of cards. It is not
         the default: a loop that steps its optimizer with every batch would be counted wrong.
         """
+        self._expect_unfinished("steps")
         self._compare(accumulate)
         self._is_half = False
         loader = self._loader if loader is None else loader
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
-        epochs = 1 if epochs is None and max_steps is None else epochs
+        if epochs is None and max_steps is None:
+            epochs = self._passes = self._passes + 1
         feed = self._take_feed(loader)
         self._seat.start(
             self._step, max_steps=self._last_step(feed, max_steps, epochs, accumulate), samples=self._position.samples
@@ -168,20 +174,30 @@ class Checkpointer:
             state.apply_rng(self._rng)
             self._rng = None
         yield from self._drive(feed, max_steps, epochs, accumulate)
-        self.finish()
+        if finish:
+            self.finish()
 
     def step(self) -> None:
         """Say that an optimizer step is done: in a loop of one's own, after each. Leaves the process when asked to."""
         if self._driving:
             raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
+        if self._finished:
+            self._expect_unfinished("step")
         self._finish_step()
+
+    def _expect_unfinished(self, what: str) -> None:
+        if self._finished:
+            raise RuntimeError(
+                f"{what}: the training has ended, and nothing is saved any more: steps() ends it, unless it is called with finish=False"
+            )
 
     def report(self, *, loss: float | torch.Tensor | None = None, lr: float | torch.Tensor | None = None) -> None:
         """Hand scalars to the supervisor. A tensor is waited for, as by `.item()`."""
         self._seat.report(loss=_scalar(loss), lr=_scalar(lr))
 
     def save(self) -> None:
-        """Ask for a save at one of the next steps, on all ranks. Returns at once."""
+        """Ask for a save at one of the next steps, on all ranks. Returns at once. Asked on local rank 0; elsewhere it does nothing."""
+        self._expect_unfinished("save")
         if self._world.rank == 0:
             self._seat.page[Word.REQUEST_SAVE] += 1
 
@@ -253,12 +269,16 @@ class Checkpointer:
                     self._driving = False
                     position.advance(self._taking)
                     if taken % accumulate == 0:
+                        self._done = replace(position)
                         self._finish_step()
                     if self._has_reached(max_steps):
                         return
                 if empty:
                     raise ValueError("steps: the loader gave no batch: fewer samples than one batch on every rank?")
                 position.next_epoch()
+                if taken % accumulate == 0:
+                    self._done = replace(position)
+            self._done = replace(position)  # what is left of an accumulation is dropped
         finally:  # after a break
             self._count_open_step()
 
@@ -285,6 +305,7 @@ class Checkpointer:
             )
         elif self._driving and made:
             self._position.advance(self._taking)
+            self._done = replace(self._position)
             self._step += 1
             self._seat.skip(self._step)
             self._seat.finished(self._step, self._position.samples)
@@ -457,7 +478,7 @@ class Checkpointer:
         snapshot.shared = {
             "step": self._step,
             "seed": self._seed,
-            "position": self._position.dump(),
+            "position": self._done.dump(),
             "data_ranks": self._data_world.size,
             "models": known.models,
             "optimizers": optimizers,
@@ -532,7 +553,12 @@ class Checkpointer:
 
     def _load(self, reader: Reader) -> None:
         found = resuming.load(reader, self._training())
-        self._step, self._rng, self._position = found.step, found.rng, found.position
+        self._step, self._rng, self._position, self._done = (
+            found.step,
+            found.rng,
+            found.position,
+            replace(found.position),
+        )
         self._saved = Saved(replace(found.position), found.data_ranks, found.loader_state)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader).note}"
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"
@@ -603,7 +629,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
-    return loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
+    return loader.state_dict() if data.is_stateful(loader) else None
 
 
 def _scalar(value: float | torch.Tensor | None) -> float | None:

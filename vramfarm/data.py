@@ -164,19 +164,21 @@ class Saved:
 
 def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> Feed:
     """Return the best way to go on with this loader."""
-    if _is_stateful(loader):
+    if is_stateful(loader):
         return StatefulFeed(loader, world, seed, saved)
-    if isinstance(loader, DataLoader) and _is_plain(loader):
+    if type(loader) is DataLoader and _is_plain(loader):
         return GlobalFeed(loader, world, seed)
     return SkippingFeed(loader, world, seed, saved)
 
 
-def _is_stateful(loader: object) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+def is_stateful(loader: object) -> bool:
+    """Whether it keeps its own state; accelerate's loaders have the methods, and the state only where they were asked to."""
+    has_methods = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return has_methods and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the order is one that we can make ourselves."""
+    """Whether the order is one that we can make ourselves. What inherits from DataLoader may do anything to batches: it stays as it is."""
     if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler
@@ -188,7 +190,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 class GlobalFeed:
     """A map-style DataLoader around our own order: exact for any number of ranks and workers."""
 
-    note = "exact"
+    note: str = "exact"
 
     def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
         sampler = loader.sampler
@@ -207,6 +209,8 @@ class GlobalFeed:
         self._seed, self._rank = seed, world.rank
         self._generator = torch.Generator()  # ours: starting an epoch draws from it, and must not disturb the script's
         self._loader = _rebuild(loader, self._batches, self._generator)
+        if loader.num_workers:
+            self.note = "exact; random numbers drawn in the loader's workers begin anew"
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         self._batches.seek(position.epoch, position.cursor)
@@ -240,12 +244,13 @@ _KEPT: Final = (
     "worker_init_fn",
     "multiprocessing_context",
     "prefetch_factor",
-    "persistent_workers",
+    "in_order",
 )
 
 
 def _rebuild(loader: DataLoader[Any], batches: GlobalBatches, generator: torch.Generator) -> DataLoader[Any]:
-    kept = {name: getattr(loader, name) for name in _KEPT}
+    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}  # torch 2.5 has no in_order
+    kept["persistent_workers"] = loader.persistent_workers and not _has_epochs(loader.dataset)
     return DataLoader(loader.dataset, batch_sampler=batches, generator=generator, **kept)
 
 
@@ -263,6 +268,8 @@ class SkippingFeed:
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         for thing in (self._loader, *(getattr(self._loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
             set_epoch(thing, position.epoch)
+        if isinstance(self._loader, DataLoader) and _has_epochs(self._loader.dataset):
+            self._loader._iterator = None  # noqa: SLF001  # persistent workers have a copy that was told of another epoch
         skip = self._num_to_skip(position)
         with torch.random.fork_rng(devices=[]):  # a sampler that draws from torch's generator draws the same again
             torch.default_generator.manual_seed(
@@ -325,6 +332,10 @@ def _draws_alone(loader: Any) -> bool:  # noqa: ANN401  # duck-typed
 def _take(batches: Iterator[Any], number: int) -> Iterator[Any]:
     for _, batch in zip(range(number), batches, strict=False):
         yield batch
+
+
+def _has_epochs(dataset: object) -> bool:
+    return callable(getattr(dataset, "set_epoch", None))
 
 
 def set_epoch(thing: object, epoch: int) -> None:

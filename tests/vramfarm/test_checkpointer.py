@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vramfarm import Checkpointer, folder, protocol
 from vramfarm.checkpointer import _scalar
@@ -1063,3 +1063,145 @@ def test_a_saver_that_cannot_start_is_told_at_once(tmp_path, monkeypatch, capsys
     ckpt._finished = True
 
     assert "not saved: the saver ended with exit code 1; it is started again" in said
+
+
+def small(tmp_path, **more):
+    """A model with one weight, its optimizer, and a Checkpointer."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    return model, optimizer, Checkpointer(model, optimizer, dir=tmp_path / "checkpoints", **more)
+
+
+@pytest.mark.parametrize("limits", [lambda epoch: {"epochs": epoch + 1}, lambda _: {}], ids=["epochs", "no limit"])
+def test_there_may_be_a_validation_between_epochs(tmp_path, limits):
+    """
+    A loop for each epoch: every one has its batches, all is saved at the end, and a resumed one goes on in its epoch.
+    """
+
+    def run(epochs, stop=99):
+        model, optimizer, ckpt = small(tmp_path, loader=[torch.ones(2, 1)] * 5)
+        counts = []
+        for epoch in range(epochs):
+            counts.append(0)
+            for step, batch in ckpt.steps(finish=False, **limits(epoch)):
+                model(batch).sum().backward()
+                optimizer.step()
+                counts[-1] += 1
+                if step + 1 == stop:
+                    break
+        ckpt.finish()
+        return counts
+
+    assert [5, 2] == run(2, stop=7)
+    assert [0, 3, 5] == run(3)
+    assert 15 == newest(tmp_path).manifest.step
+
+
+def test_after_the_end_nothing_is_trained_in_silence(tmp_path):
+    """
+    A second loop, or a step, would never be saved: it says so.
+    """
+    _, _, ckpt = small(tmp_path)
+    list(ckpt.steps([torch.ones(1)] * 2))
+
+    with pytest.raises(RuntimeError, match=r"steps: the training has ended, .* finish=False"):
+        next(iter(ckpt.steps([torch.ones(1)] * 2, epochs=2)))
+    with pytest.raises(RuntimeError, match="step: the training has ended"):
+        ckpt.step()
+    with pytest.raises(RuntimeError, match="save: the training has ended"):
+        ckpt.save()
+
+
+class Doubled(DataLoader):
+    """Does something of its own to each batch."""
+
+    def __iter__(self):
+        for (batch,) in super().__iter__():
+            yield batch * 2
+
+
+def test_a_loader_of_the_scripts_own_kind_stays_as_it_is(tmp_path):
+    """
+    What it does to its batches is done, and after a resume it goes on where it was.
+    """
+    numbers = TensorDataset(torch.arange(6.0).reshape(6, 1))
+    seen = []
+    for stop in (2, 99):
+        _, _, ckpt = small(tmp_path, loader=Doubled(numbers, batch_size=1))
+        for step, batch in ckpt.steps():
+            seen.append(batch.item())
+            ckpt._note_step(0)
+            if step + 1 == stop:
+                break
+        ckpt.finish()
+
+    assert [0.0, 2.0, 4.0, 6.0, 8.0, 10.0] == seen
+
+
+def test_leaving_in_the_middle_of_an_accumulation_skips_no_sample(tmp_path):
+    """
+    Gradients that no optimizer step used are gone; the resumed run takes those samples again.
+    """
+    numbers = TensorDataset(torch.arange(16.0).reshape(16, 1))
+    used = []
+    for stop in (9, 99):
+        model, optimizer, ckpt = small(tmp_path, loader=DataLoader(numbers, batch_size=1))
+        pending = []
+        for number, (_, (batch,)) in enumerate(ckpt.steps(accumulate=4)):
+            model(batch).sum().backward()
+            pending.append(int(batch))
+            if ckpt.last_micro_batch:
+                optimizer.step()
+                used, pending = used + pending, []
+            if number == stop:
+                break
+        ckpt.finish()
+
+    assert list(range(16)) == used
+
+
+class Shuffled(IterableDataset):
+    """Another order each epoch, if it is told of it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
+        yield from order[worker.id :: worker.num_workers]
+
+
+def test_persistent_workers_are_told_of_each_epoch(tmp_path):
+    """
+    Each works on a copy of the dataset from when it was started: every epoch would have the same order.
+    """
+    orders = []
+    for persistent in (False, True):
+        _, _, ckpt = small(tmp_path, resume="never")
+        loader = DataLoader(Shuffled(), batch_size=6, num_workers=1, persistent_workers=persistent)
+        orders.append([tuple(batch.tolist()) for _, batch in ckpt.steps(loader, epochs=2)])
+
+    assert orders[0] == orders[1]
+    assert len(set(orders[1])) == 4
+
+
+def test_accelerates_loader_is_gone_through(tmp_path):
+    """
+    It has the methods of one that keeps its state, and none unless it was asked to.
+    """
+    accelerate = pytest.importorskip("accelerate")
+    numbers = DataLoader(TensorDataset(torch.arange(8.0).reshape(8, 1)), batch_size=2)
+    seen = []
+    for stop in (2, 99):
+        _, _, ckpt = small(tmp_path, loader=accelerate.Accelerator(cpu=True).prepare(numbers))
+        for step, (batch,) in ckpt.steps():
+            seen += batch.flatten().tolist()
+            ckpt._note_step(0)
+            if step + 1 == stop:
+                break
+        ckpt.finish()
+
+    assert list(map(float, range(8))) == seen
