@@ -719,7 +719,7 @@ def tell_cadence(job: Job, history: History, seen: Observed) -> str:
         if observed is None:
             return ""
         now, key = (
-            timedelta(seconds=round(observed.total_seconds())),
+            timedelta(seconds=max(round(observed.total_seconds()), 1)),
             "the script (save_steps or the like) may save every",
         )
     found = decide_cadence(now, seen.last_save_s, seen.last_upload_s, between)

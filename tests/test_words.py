@@ -495,6 +495,8 @@ def test_a_script_that_saves_for_itself_is_advised_by_what_it_does():
         "the script (save_steps or the like) may save every 1h instead of 5m: an upload takes so long"
     )
     assert "" == tell_cadence(job, History(), seen)
+    hasty = replace(seen, local=(saves[0], replace(saves[1], written_at=saves[0].written_at + timedelta(seconds=0.2))))
+    assert " instead of 1s: " in tell_cadence(job, history, hasty)
     assert 300.0 == status(job, history, seen, AROUND, "")["saves_every_s"]
 
 

@@ -382,7 +382,16 @@ class Checkpointer:
         self._copier.rehearse(arena, self._layout)
 
     def _save(self, reason: Reason) -> None:
-        if self._stage(self._step) and reason is Reason.LEAVE and self._seat.leave(self._step):
+        try:
+            is_staged = self._stage(self._step)
+        except Exception as error:
+            if reason is Reason.LEAVE:
+                raise
+            self._seat.give_up(
+                self._step, f"its state could not be taken: {error!r}"
+            )  # training goes on, the next save tries again
+            return
+        if is_staged and reason is Reason.LEAVE and self._seat.leave(self._step):
             self._finished = True
             self._say(f"left at step {self._step}, saved")
             raise SystemExit(0)
@@ -467,8 +476,12 @@ class Checkpointer:
         known = self._known = self._look_again()
         snapshot = Snapshot(self._world.rank, self._world.size, self._meshes)
         optimizers = {
-            name: {"groups": snapshot.encode(known.groups(name), f"{name}.groups"), "state": known.states[name]}
-            for name, _ in self._optimizers
+            name: {
+                "class": type(optimizer).__qualname__,
+                "groups": snapshot.encode(known.groups(name), f"{name}.groups"),
+                "state": known.states[name],
+            }
+            for name, optimizer in self._optimizers
         }
         objects = {
             name: snapshot.encode(thing.state_dict(), name)

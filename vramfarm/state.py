@@ -244,6 +244,10 @@ def collect_module(snapshot: Snapshot, prefix: str, module: nn.Module) -> Any:  
             snapshot.add_range(f"{prefix}.{name}", value)
         elif name.endswith(_EXTRA):
             extra[name] = snapshot.encode(value, f"{prefix}.{name}")
+        elif any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+            raise StateError(
+                f"{prefix}.{name}: an expanded tensor, into which nothing can be loaded: give it memory, by .contiguous()"
+            )
         else:
             snapshot.add(f"{prefix}.{name}", value, spread=name in weights)
     return extra
@@ -380,6 +384,7 @@ def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Seq
     names = optimizer_names(optimizer, models)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     groups = decode(saved["groups"], reader.whole)
+    _check_class(optimizer, saved.get("class"), groups)
     _check_groups(optimizer, names, groups)
     ranges, known = ranges_of(models), dict(map(tuple, saved["state"]))
     state: dict[Any, Any] = {}
@@ -429,6 +434,17 @@ def _states_of_ranges(reader: Reader, ranges: Mapping[str, Range], saved: Mappin
         return None
     decoded = [decode(inner, partial(tensor, name)) for name, inner in saved.items()]
     return decoded[0]
+
+
+def _check_class(optimizer: torch.optim.Optimizer, saved: str | None, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Another name alone may be a wrapper of the script's, and other options alone a newer torch."""
+    ours, theirs = (set().union(*several) for several in (optimizer.param_groups, groups))
+    now = type(optimizer).__qualname__
+    if saved not in {None, now} and ours != theirs:
+        raise StateError(
+            f"optimizer: the checkpoint has the state of a {saved}, which is of no use to a {now}: give it the same class as then, "
+            "or start over (resume: never) from exported weights"
+        )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, names: Names, groups: Sequence[Mapping[str, Any]]) -> None:

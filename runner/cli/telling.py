@@ -14,6 +14,7 @@ from typing import Final
 
 import structlog
 
+from runner.cli.bugreport import where
 from runner.cli.streams import plain
 from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
@@ -107,9 +108,26 @@ class Teller:
         self._end_told = 0
         self._trimmed_at: datetime | None = None
         self._draining = False  # said in this boot that the end is held up
+        self._faults: set[str] = set()
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
     def __call__(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
+        try:
+            self._tell(action, seen, history)
+        except Exception as error:  # noqa: BLE001  # whatever it is: who cannot tell goes on doing
+            self._tell_fault("this turn", error)
+        self._before = seen
+
+    def _tell_fault(self, what: str, error: Exception) -> None:
+        """Once each: it may come each turn."""
+        if (found := where(error)) not in self._faults:
+            self._faults.add(found)
+            fault = f"{type(error).__name__}: {str(error)[:200]} ({found})"
+            self._log.warning(
+                f"{what} cannot be told, which is a fault of the runner: {fault}; the run is not touched by it"
+            )
+
+    def _tell(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
         if self._before is None:
             self._begun_at = seen.now
             for line in opening(self._job, seen, self._around, self._machine):
@@ -136,7 +154,6 @@ class Teller:
         self._write_status(seen, history, has_news=has_news)
         self._tell_grace(first=False)  # only now: the next life knows what was told
         self._measure(seen, history)
-        self._before = seen
 
     def _is_told(self, action: Action | Refused, now: datetime) -> bool:
         """A script that floods its logs has them trimmed each second; that is one line a flood."""
@@ -236,13 +253,19 @@ class Teller:
                 file.write(json.dumps(line) + "\n")
 
     def close(self, history: History, end: End) -> None:
+        """The end is what it is, and the server is stopped for it, whatever can be told of it."""
         if self._before is None:
             return
+        try:
+            self._sum_up(self._before, history, end)
+        except Exception as error:  # noqa: BLE001  # as in each turn
+            self._tell_fault("the end", error)
+
+    def _sum_up(self, seen: Observed, history: History, end: End) -> None:
         self._log.info("summary")
-        seen = replace(self._before, last_save_s=self._saved_s)
-        for line in closing(self._job, history, seen, self._around, end):
+        for line in closing(self._job, history, replace(seen, last_save_s=self._saved_s), self._around, end):
             self._log.info(f"  {line}")
-        self._write_status(self._before, history, has_news=True, end=end)
+        self._write_status(seen, history, has_news=True, end=end)
         with suppress(OSError):
             self._folder.report.write_text(page(gather_folder(self._folder.root)))
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from runner.cli.telling import Teller, _replace
 from runner.facts import Attempt, History, Observed
 from runner.folder import RunFolder
 from runner.job import Job
+from runner.policy.actions import End
 from runner.words import Surroundings
 from tests.simworld import START
 
@@ -104,3 +106,22 @@ def test_a_flood_is_repeated_in_part_and_says_so(tmp_path, capfd):
     assert "  | long ago\n" == written_before
     assert "  | (900 lines more; vramfarm-runner logs has them)" == told[0]
     assert [f"  | step {number}" for number in range(900, 1000)] == told[1:]
+
+
+def test_what_cannot_be_told_ends_no_run(tmp_path, capfd):
+    """
+    A fault in the words, each turn and at the end: each place that has one is named once, and what is done is done all the same.
+    """
+    folder = RunFolder(root=tmp_path)
+    around = Surroundings(run_dir=str(tmp_path), server=None, first_boot_at=None, runner_pid=1)
+    teller = Teller(Job(name="job", command="train.py"), folder, around, machine="")
+    seen = Observed(now=START, boot_id="b", life="l")
+    broken = replace(seen, local=("no checkpoint",))
+    for each in (seen, broken, seen, broken):
+        teller(None, each, History())
+    teller._before = broken
+    teller.close(History(), End(code=0, stop=False, keep=False, reason="training is done"))
+    told = capfd.readouterr().err
+
+    assert 2 == told.count("this turn cannot be told, which is a fault of the runner: AttributeError")
+    assert 1 == told.count("the end cannot be told, which is a fault of the runner: AttributeError")

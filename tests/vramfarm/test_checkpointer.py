@@ -1205,3 +1205,52 @@ def test_accelerates_loader_is_gone_through(tmp_path):
         ckpt.finish()
 
     assert list(map(float, range(8))) == seen
+
+
+def test_a_state_that_cannot_be_taken_fails_one_save_and_not_the_training(tmp_path, capsys):
+    """
+    An object that raises, or holds what only pickle could carry, for a while: the next save is whole.
+    """
+    thing = Given({"n": 1})
+    model, optimizer, ckpt = small(tmp_path, save_interval=0.05, thing=thing)
+    deadline, said = time.monotonic() + 60, ""
+    for _, batch in ckpt.steps([torch.ones(1)] * 100_000):
+        model(batch).sum().backward()
+        optimizer.step()
+        time.sleep(0.002)
+        said += capsys.readouterr().err
+        thing.state = {"n": object()} if ckpt.start_step > 3 and "not saved" not in said else {"n": 2}
+        committed = [stored.manifest.step for stored in folder.committed(tmp_path / "checkpoints")]
+        if ("not saved" in said and committed) or time.monotonic() > deadline:
+            break
+    ckpt.finish()
+
+    assert "its state could not be taken: StateError('thing.n: cannot be saved without pickle" in said
+    assert newest(tmp_path).manifest.step == ckpt.start_step
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path):
+    """
+    It would end in the first step, with a KeyError of torch's; the same kind under another name goes on.
+    """
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    train(tmp_path, 1)
+    with pytest.raises(StateError, match="the checkpoint has the state of a AdamW, which is of no use to a RMSprop"):
+        train(tmp_path, 2, optimizer_of=lambda m: torch.optim.RMSprop(m.parameters()))
+
+    _, _, ckpt = train(tmp_path, 2, optimizer_of=lambda m: Mine(m.parameters(), lr=0.01))
+    assert 2 == ckpt.start_step
+
+
+def test_a_buffer_without_memory_of_its_own_is_refused_at_the_start(tmp_path):
+    """
+    It could be saved, and no resume could ever load it.
+    """
+    model = nn.Linear(1, 1)
+    model.register_buffer("wide", torch.ones(1).expand(4))
+
+    with pytest.raises(StateError, match=r"model.wide: an expanded tensor, into which nothing can be loaded"):
+        Checkpointer(model, dir=tmp_path)
