@@ -99,7 +99,7 @@ class Checkpointer:
         self._is_bounded = self._staging == "chunked"
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
-        self._step = self._passes = 0
+        self._step = self._resumed_step = self._passes = 0
         self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
         self._saved: Saved | None = None
         self._rng: Any = None
@@ -135,6 +135,11 @@ class Checkpointer:
     def start_step(self) -> int:
         """How many optimizer steps are behind us; a loop of one's own begins here."""
         return self._step
+
+    @property
+    def saved_step(self) -> int:
+        """Return the step of the newest save that is on the disk, durably; of one that was resumed from as long as there is no newer one."""
+        return self._seat.page[Word.COMMITTED_STEP] or self._resumed_step
 
     def steps(
         self,
@@ -202,7 +207,7 @@ class Checkpointer:
             self._seat.page[Word.REQUEST_SAVE] += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that was staged last is on the disk, or has failed. False after `timeout_s`, or if the disk does not answer."""
+        """Wait until the save that was staged last is on the disk, or has failed: `saved_step` tells. False after `timeout_s`, or if the disk does not answer."""
         return self._seat.wait(timeout_s)
 
     def finish(self) -> None:
@@ -572,6 +577,7 @@ class Checkpointer:
             found.position,
             replace(found.position),
         )
+        self._resumed_step = found.step
         self._saved = Saved(replace(found.position), found.data_ranks, found.loader_state)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader).note}"
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"

@@ -1095,6 +1095,7 @@ def test_there_may_be_a_validation_between_epochs(tmp_path, limits):
     assert [5, 2] == run(2, stop=7)
     assert [0, 3, 5] == run(3)
     assert 15 == newest(tmp_path).manifest.step
+    assert 15 == small(tmp_path)[2].saved_step
 
 
 def test_after_the_end_nothing_is_trained_in_silence(tmp_path):
@@ -1102,7 +1103,9 @@ def test_after_the_end_nothing_is_trained_in_silence(tmp_path):
     A second loop, or a step, would never be saved: it says so.
     """
     _, _, ckpt = small(tmp_path)
+    assert 0 == ckpt.saved_step
     list(ckpt.steps([torch.ones(1)] * 2))
+    assert 2 == ckpt.saved_step
 
     with pytest.raises(RuntimeError, match=r"steps: the training has ended, .* finish=False"):
         next(iter(ckpt.steps([torch.ones(1)] * 2, epochs=2)))
