@@ -43,6 +43,10 @@ from vramfarm.typed import StateError
 from vramfarm.warmup import WarmUp
 
 _EXIT_PATIENCE_S: Final = 60.0
+ALONE: Final = (
+    "the loader is of a kind of its own and stays as it is, and its sampler knows nothing of the other ranks: give it a DistributedSampler, "
+    "or every rank goes through all samples"
+)
 _RESERVED: Final = frozenset({"model", "rng", "loader"})
 
 
@@ -99,7 +103,9 @@ class Checkpointer:
         self._is_bounded = self._staging == "chunked"
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
-        self._step = self._resumed_step = self._passes = 0
+        self._step = self._resumed_step = self._passes = self._open = (
+            0  # open: batches of a step that is being accumulated
+        )
         self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
         self._saved: Saved | None = None
         self._rng: Any = None
@@ -170,16 +176,15 @@ class Checkpointer:
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
         if epochs is None and max_steps is None:
-            epochs = self._passes = self._passes + 1
+            epochs = self._passes + 1
+        self._passes = max(self._passes, epochs or 0)
         feed = self._take_feed(loader)
         self._seat.start(
             self._step, max_steps=self._last_step(feed, max_steps, epochs, accumulate), samples=self._position.samples
         )
-        if self._rng is not None:  # whatever the script did since the constructor
-            state.apply_rng(self._rng)
-            self._rng = None
         yield from self._drive(feed, max_steps, epochs, accumulate)
         if finish:
+            self._done = replace(self._position)  # what is left of an accumulation is dropped
             self.finish()
 
     def step(self) -> None:
@@ -257,14 +262,16 @@ class Checkpointer:
     def _drive(
         self, feed: Feed, max_steps: int | None, epochs: int | None, accumulate: int
     ) -> Iterator[tuple[int, Any]]:
-        position, taken = self._position, 0
+        position = self._position
         try:
             while (epochs is None or position.epoch < epochs) and not self._has_reached(max_steps):
+                if self._rng is not None:  # whatever the script did since the constructor, and between epochs behind us
+                    state.apply_rng(self._rng)
+                    self._rng = None
                 empty = position.cursor == 0
                 for batch in feed.rest_of_epoch(position):
                     empty = False
-                    taken += 1
-                    self.last_micro_batch = taken % accumulate == 0
+                    self.last_micro_batch = self._open + 1 >= accumulate
                     self._driving = True
                     self._taking = feed.count(batch, position)
                     if self._alike is not None:
@@ -273,7 +280,9 @@ class Checkpointer:
                     yield self._step, batch
                     self._driving = False
                     position.advance(self._taking)
-                    if taken % accumulate == 0:
+                    self._open += 1
+                    if self._open >= accumulate:
+                        self._open = 0
                         self._done = replace(position)
                         self._finish_step()
                     if self._has_reached(max_steps):
@@ -281,9 +290,8 @@ class Checkpointer:
                 if empty:
                     raise ValueError("steps: the loader gave no batch: fewer samples than one batch on every rank?")
                 position.next_epoch()
-                if taken % accumulate == 0:
+                if self._open == 0:
                     self._done = replace(position)
-            self._done = replace(position)  # what is left of an accumulation is dropped
         finally:  # after a break
             self._count_open_step()
 
@@ -296,13 +304,13 @@ class Checkpointer:
 
     def _count_open_step(self) -> None:
         """
-        A body that does not come back made a step if the optimizers did that made the step before it. It is not saved now.
+        A body that does not come back made a step if an optimizer did. It is not saved now.
 
-        Where only some did, as when an exception comes between two, nothing is saved any more.
+        Where another one was due, as when an exception comes between two, nothing is saved any more.
         """
-        made = {number for number, step in self._stepped.items() if step == self._step}
-        left = {number for number, step in self._stepped.items() if step == self._step - 1}
-        if self._driving and made and left:
+        made = any(last == self._step for last, _ in self._stepped.values())
+        due = any(last < self._step and 0 < gap <= self._step - last for last, gap in self._stepped.values())
+        if self._driving and made and due:
             self._is_half = True
             self._seat.skip(self._step + 1)
             self._say(
@@ -310,7 +318,7 @@ class Checkpointer:
             )
         elif self._driving and made:
             self._position.advance(self._taking)
-            self._done = replace(self._position)
+            self._open, self._done = 0, replace(self._position)
             self._step += 1
             self._seat.skip(self._step)
             self._seat.finished(self._step, self._position.samples)
@@ -597,6 +605,8 @@ class Checkpointer:
             self._saved = None
             if self._data_world.size > 1 and not isinstance(self._feed[1], data.GlobalFeed):
                 self._alike = alike.Watch(self._seat)
+                if data.draws_alone(loader, self._data_world):
+                    self._say(ALONE)
         return self._feed[1]
 
     # ------------------------------------------------------------------------------ beginning
@@ -608,9 +618,8 @@ class Checkpointer:
             self._seat.tend()
 
     def _begin(self) -> None:
-        self._stepped = dict.fromkeys(
-            range(len(self._optimizers)), self._step - 1
-        )  # how many were finished when each did last
+        # Of each, how many steps were finished when it stepped last, and how many since the time before.
+        self._stepped = dict.fromkeys(range(len(self._optimizers)), (-1, 0))
         for number, (_, optimizer) in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(partial(self._note_step, number))
@@ -622,7 +631,10 @@ class Checkpointer:
         atexit.register(self._at_exit, os.getpid())
 
     def _note_step(self, number: int, *_: object) -> None:
-        self._stepped_in = self._stepped[number] = self._step
+        self._stepped_in = self._step
+        last = self._stepped[number][0]
+        if last != self._step:
+            self._stepped[number] = (self._step, self._step - last if last >= 0 else 0)
 
     def _say(self, text: str) -> None:
         if self._world.rank == 0:

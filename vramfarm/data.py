@@ -166,9 +166,16 @@ def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) ->
     """Return the best way to go on with this loader."""
     if is_stateful(loader):
         return StatefulFeed(loader, world, seed, saved)
-    if type(loader) is DataLoader and _is_plain(loader):
+    if isinstance(loader, DataLoader) and _is_plain(loader):
         return GlobalFeed(loader, world, seed)
     return SkippingFeed(loader, world, seed, saved)
+
+
+def draws_alone(loader: object, world: World) -> bool:
+    """Whether a loader that stays as it is has a sampler that knows nothing of the other ranks: nobody shares its samples out."""
+    sampler = getattr(loader, "sampler", None)
+    is_batched = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+    return world.size > 1 and is_batched and type(sampler) in {RandomSampler, SequentialSampler}
 
 
 def is_stateful(loader: object) -> bool:
@@ -178,7 +185,9 @@ def is_stateful(loader: object) -> bool:
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether the order is one that we can make ourselves. What inherits from DataLoader may do anything to batches: it stays as it is."""
+    """Whether the order is one that we can make ourselves. What inherits from DataLoader and iterates its own way may do anything to batches: it stays as it is."""
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:  # noqa: SLF001  # where batches are made
+        return False
     if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler

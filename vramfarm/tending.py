@@ -41,6 +41,7 @@ class SaverProcess:
         self._silence_ns = int(silence_s * 1e9)
         self._beat = self._heard_ns = self._silent_looks = 0
         self._has_killed = False
+        self._log_from = 0  # of the saver that runs now
 
     def tend(self) -> None:
         """
@@ -87,7 +88,7 @@ class SaverProcess:
 
     def _last_words(self) -> str:
         try:
-            lines = self._log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace").split("\n")
+            lines = self._log.read_bytes()[self._log_from :][-_LAST_WORDS_BYTES:].decode(errors="replace").split("\n")
         except OSError:
             return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -119,6 +120,7 @@ class SaverProcess:
     def _start(self) -> None:
         script = Path(__file__).absolute().with_name("saver.py")
         with self._open_log() as log:
+            self._log_from = log.tell()
             self._child = subprocess.Popen(
                 (self._env.get(Env.SAVER_PYTHON) or sys.executable, "-I", str(script)),
                 stdin=subprocess.DEVNULL,

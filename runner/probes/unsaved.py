@@ -62,14 +62,17 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     records nor checkpoints (whose copies are compared one by one). What a script saves beside the
     checkpoints counts like all else, and what cannot be read. Never follows a link.
 
-    What is in `outputs`, wherever these are, is missed however old it is, unless they `are_saved`.
+    What is in `outputs`, wherever these are or lead to, is missed however old it is, unless they `are_saved`.
     """
+    outputs = tuple(dict.fromkeys((*outputs, *(_real(place) for place in outputs))))
     ours = {run_dir / form.format(name) for name in _OURS for form in _FORMS}
     ours |= {path for name in _OURS for path in run_dir.glob(f".{name}.*.tmp")}
     ours |= {folder / ".vramfarm", *(outputs if are_saved else ()), *_checkpoints(checkpoint_dir)}
     apart = [] if are_saved else [place for place in outputs if not place.is_relative_to(folder)]
     found = []
-    for number, (path, entry) in enumerate(chain.from_iterable(_files(place, ours) for place in (folder, *apart))):
+    for number, (path, entry) in enumerate(
+        chain.from_iterable(_files(place, ours, outputs) for place in (folder, *apart))
+    ):
         name = one_line(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         if number >= _MAX_ENTRIES:
             found.append(f"{folder} (more files than were looked at)")
@@ -82,8 +85,19 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     return tuple(found)
 
 
+def _real(place: Path) -> Path:
+    try:
+        return place.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return place
+
+
 def _is_in(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _is_wanted(folder: Path, outputs: Sequence[Path]) -> bool:
+    return _is_in(folder, outputs) or any(place.is_relative_to(folder) for place in outputs)
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
@@ -95,13 +109,13 @@ def _checkpoints(directory: Path) -> Iterator[Path]:
 def has_files(folder: Path) -> bool:
     """Whether anything but the guardian's record is there; also true when that cannot be told."""
     try:
-        return next(_files(folder, {folder / ".vramfarm"}), None) is not None
+        return next(_files(folder, {folder / ".vramfarm"}, ()), None) is not None
     except OSError:
         return True
 
 
-def _files(folder: Path, ours: set[Path]) -> Iterator[tuple[Path, os.stat_result | None]]:
-    """None: it cannot be told what is there."""
+def _files(folder: Path, ours: set[Path], outputs: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result | None]]:
+    """None: it cannot be told what is there. What is made again is passed over, unless a job wants it."""
     waiting = [folder]
     while waiting:
         place = waiting.pop()
@@ -112,7 +126,7 @@ def _files(folder: Path, ours: set[Path]) -> Iterator[tuple[Path, os.stat_result
             continue
         for entry in entries:
             path = Path(entry.path)
-            if path in ours or entry.name in _MADE_AGAIN:
+            if path in ours or (entry.name in _MADE_AGAIN and not _is_wanted(path, outputs)):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(path)

@@ -219,13 +219,17 @@ class _Ready:
         try:
             fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, max(len(arguments), mmap.PAGESIZE))
             os.set_blocking(self.writer, False)
-            is_told = self.task.popen.poll() is None and os.write(self.writer, arguments) == len(arguments)
+            is_told = self._is_awake() and os.write(self.writer, arguments) == len(arguments)
         except OSError:
             is_told = False
         if not is_told:
             self.task.end()  # before it reads the end of what came
         os.close(self.writer)
         return is_told
+
+    def _is_awake(self) -> bool:
+        """Not one that was stopped, or hangs in the kernel: it has nothing to do but to wait."""
+        return self.task.popen.poll() is None and process.stat_fields(self.task.popen.pid)[:1] in ([b"S"], [b"R"])
 
     def dismiss(self) -> None:
         os.close(self.writer)

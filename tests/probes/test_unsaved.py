@@ -102,6 +102,30 @@ def test_outputs_that_are_not_in_the_store_are_missed_however_old_and_wherever(t
     assert {False: ("board/old", f"{beside}/older"), True: ()} == looks
 
 
+@pytest.mark.parametrize("kind", ["a link", "made again", "below what is made again"])
+def test_outputs_are_missed_wherever_they_lead(tmp_path, kind):
+    """
+    What the copy takes, this takes: through a link that job.yaml names, and in folders that are passed over else.
+    """
+    work = tmp_path / "w"
+    outputs, file = {
+        "a link": (work / "board", tmp_path / "elsewhere" / "big.bin"),
+        "made again": (work / ".cache" / "results", work / ".cache" / "results" / "big.bin"),
+        "below what is made again": (work / "board", work / "board" / ".git" / "big.bin"),
+    }[kind]
+    put(file, age_s=7200)
+    if kind == "a link":
+        work.mkdir()
+        outputs.symlink_to(file.parent)
+    run = work / "job"
+
+    found = find_unsaved(
+        work, run_dir=run, checkpoint_dir=run / "checkpoints", since=THEN, outputs=(outputs,), are_saved=False
+    )
+
+    assert [file] == [work / one for one in found]
+
+
 def test_links_are_not_followed(tmp_path):
     """
     Neither out of the folder, nor round in circles.

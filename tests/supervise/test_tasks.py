@@ -240,6 +240,19 @@ def test_arguments_of_any_size_arrive_whole_whoever_is_ready(board, size):
     assert size + len('{"text": ""}') == ended(board).result["bytes"]
 
 
+def test_one_that_was_stopped_ahead_of_its_time_is_not_waited_for(board):
+    """
+    It would have its arguments and do nothing with them: another one is started, and it is ended.
+    """
+    stopped = prepare(board)
+    os.kill(stopped, signal.SIGSTOP)
+    until(lambda: process.stat_fields(stopped)[0] == b"T")
+    start(board, "say(result={})")
+
+    assert Finished(subject="step-1", at=NOW, result={}) == ended(board)
+    assert [] == process.stat_fields(stopped)
+
+
 def test_one_that_died_ahead_of_its_time_does_no_harm(board):
     """
     It is not started again and again, and the work is done by another one.

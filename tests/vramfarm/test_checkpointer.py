@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from vramfarm import Checkpointer, folder, protocol
+from vramfarm import Checkpointer, data, folder, protocol
 from vramfarm.checkpointer import _scalar
+from vramfarm.data import World
 from vramfarm.loading import Reader
 from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError, expect_no_other_writer
@@ -1257,3 +1258,107 @@ def test_a_buffer_without_memory_of_its_own_is_refused_at_the_start(tmp_path):
 
     with pytest.raises(StateError, match=r"model.wide: an expanded tensor, into which nothing can be loaded"):
         Checkpointer(model, dir=tmp_path)
+
+
+def test_an_optimizer_that_is_not_due_makes_no_half_step(tmp_path):
+    """
+    One that steps every other time: leaving where it does not is a whole step, and one in whose turn an exception comes is half.
+    """
+
+    def run(name, stop):
+        one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (one, other)]
+        model = nn.ModuleDict({"one": one, "other": other})
+        ckpt = Checkpointer(model, optimizers, dir=tmp_path / name)
+        for step, batch in ckpt.steps([torch.ones(1)] * 20):
+            (one(batch) + other(batch)).sum().backward()
+            optimizers[0].step()
+            if step == stop:
+                break
+            if step % 2 == 0:
+                optimizers[1].step()
+        return ckpt
+
+    run("whole", 9).finish()
+    with pytest.raises(RuntimeError, match="step 9 is half made"):
+        run("half", 8).finish()
+
+    assert 10 == newest(tmp_path, "whole").manifest.step
+
+
+def test_an_accumulation_goes_on_over_the_end_of_an_epochs_loop(tmp_path):
+    """
+    As in one loop over all epochs, and after a resume between them: each step has its four samples.
+    """
+
+    def run(name, *ends):
+        windows = []
+        for end in ends:
+            numbers = TensorDataset(torch.arange(10.0).reshape(10, 1))
+            model, optimizer, ckpt = small(tmp_path / name, loader=DataLoader(numbers, batch_size=1))
+            pending = []
+            for epoch in range(end):
+                for _, (batch,) in ckpt.steps(epochs=epoch + 1, accumulate=4, finish=False):
+                    model(batch).sum().backward()
+                    pending.append(int(batch))
+                    if ckpt.last_micro_batch:
+                        optimizer.step()
+                        windows.append(pending)
+                        pending = []
+            ckpt.finish()
+        return windows
+
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    assert expected == run("whole", 2)
+    assert expected == run("parts", 1, 2)
+
+
+def test_one_more_pass_is_one_more_pass(tmp_path):
+    """
+    Also after a loop that named how many epochs it wanted.
+    """
+    _, _, ckpt = small(tmp_path, loader=[torch.ones(1)] * 3)
+    counts = [len(list(ckpt.steps(finish=False, **more))) for more in ({"epochs": 2}, {}, {})]
+
+    assert [6, 3, 3] == counts
+
+
+def test_a_validation_that_draws_random_numbers_does_not_change_a_resume(tmp_path):
+    """
+    Epochs that are behind a resumed run validate again; random numbers are put back when training goes on.
+    """
+
+    def run(name, *stops):
+        drawn = []
+        for stop in stops:
+            torch.manual_seed(3)
+            _, _, ckpt = small(tmp_path / name, loader=[torch.ones(1)] * 4)
+            for epoch in range(3):
+                for step, _ in ckpt.steps(epochs=epoch + 1, finish=False):
+                    drawn.append(torch.rand(()).item())
+                    ckpt._note_step(0)
+                    if step + 1 == stop:
+                        break
+                if ckpt.start_step == stop:
+                    break
+                torch.rand(5)
+            ckpt.finish()
+        return drawn
+
+    assert run("whole", 12) == run("parts", 6, 12)
+
+
+class Named(DataLoader):
+    """Nothing but another name."""
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(DataLoader, False), (Named, False), (Doubled, True)])
+def test_only_what_iterates_its_own_way_is_left_to_itself(kind, kept):
+    """
+    A name alone changes nothing: its samples are shared out over the ranks as those of torch's own kind.
+    """
+    loader = kind(TensorDataset(torch.arange(6.0)), batch_size=1, shuffle=True)
+
+    assert kept == isinstance(data.feed(loader, World(0, 2), 0, None), data.SkippingFeed)
+    assert data.draws_alone(loader, World(0, 2))
+    assert not data.draws_alone(loader, World(0, 1))
