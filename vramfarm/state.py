@@ -437,10 +437,10 @@ def _states_of_ranges(reader: Reader, ranges: Mapping[str, Range], saved: Mappin
 
 
 def _check_class(optimizer: torch.optim.Optimizer, saved: str | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Another name alone may be a wrapper of the script's, and other options alone a newer torch."""
+    """Another name alone may be a kind of the script's own, and other options alone a newer torch."""
     ours, theirs = (set().union(*several) for several in (optimizer.param_groups, groups))
-    now = type(optimizer).__qualname__
-    if saved not in {None, now} and ours != theirs:
+    now, names = type(optimizer).__qualname__, {kind.__qualname__ for kind in type(optimizer).__mro__}
+    if saved is not None and saved not in names and ours != theirs:
         raise StateError(
             f"optimizer: the checkpoint has the state of a {saved}, which is of no use to a {now}: give it the same class as then, "
             "or start over (resume: never) from exported weights"

@@ -40,7 +40,9 @@ def notify_all(urls: Sequence[str], message: Mapping[str, object], timeout_s: fl
     answers = [f"no answer within {timeout_s:g} s"] * len(urls)
 
     def tell(number: int) -> None:
-        answers[number] = _tell(urls[number].strip(), message, timeout_s)
+        answers[number] = _tell(
+            urls[number].strip(), message, timeout_s + 1.0
+        )  # so that the same words tell of whoever is late
 
     workers = [threading.Thread(target=tell, args=(number,), daemon=True) for number in range(len(urls))]
     for worker in workers:
