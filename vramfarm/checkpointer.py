@@ -103,17 +103,15 @@ class Checkpointer:
         self._is_bounded = self._staging == "chunked"
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
-        self._step = self._resumed_step = self._passes = self._open = (
-            0  # open: batches of a step that is being accumulated
-        )
+        # Open: batches of a step that is being accumulated.
+        self._step = self._resumed_step = self._passes = self._open = 0
         self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
         self._saved: Saved | None = None
         self._rng: Any = None
         self._feed: tuple[Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
-        self._driving = self._is_half = (
-            False  # half: left in the middle of a step, so that memory has the state of none
-        )
+        # Half: left in the middle of a step, so that memory has the state of none.
+        self._driving = self._is_half = False
         self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
         self._taking = 0  # samples of the batch that the loop's body has
         self._finished = False
@@ -605,7 +603,7 @@ class Checkpointer:
             self._saved = None
             if self._data_world.size > 1 and not isinstance(self._feed[1], data.GlobalFeed):
                 self._alike = alike.Watch(self._seat)
-                if data.draws_alone(loader, self._data_world):
+                if data.is_unshared(loader, self._data_world):
                     self._say(ALONE)
         return self._feed[1]
 

@@ -171,7 +171,7 @@ def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) ->
     return SkippingFeed(loader, world, seed, saved)
 
 
-def draws_alone(loader: object, world: World) -> bool:
+def is_unshared(loader: object, world: World) -> bool:
     """Whether a loader that stays as it is has a sampler that knows nothing of the other ranks: nobody shares its samples out."""
     sampler = getattr(loader, "sampler", None)
     is_batched = type(getattr(loader, "batch_sampler", None)) is BatchSampler

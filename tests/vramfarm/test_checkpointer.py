@@ -1360,5 +1360,5 @@ def test_only_what_iterates_its_own_way_is_left_to_itself(kind, kept):
     loader = kind(TensorDataset(torch.arange(6.0)), batch_size=1, shuffle=True)
 
     assert kept == isinstance(data.feed(loader, World(0, 2), 0, None), data.SkippingFeed)
-    assert data.draws_alone(loader, World(0, 2))
-    assert not data.draws_alone(loader, World(0, 1))
+    assert data.is_unshared(loader, World(0, 2))
+    assert not data.is_unshared(loader, World(0, 1))
