@@ -427,18 +427,12 @@ def _judge_leave(scene: Scene, notes: Notes, seen: Seen, took: float) -> Result:
     if seen.code == 0:
         problem = f"the job was over first, at step {seen.step}"
         return Result(check=Check.LEAVE, mark=Mark.NOT_MADE, figures=figures, problem=problem)
+    problem = ""
     if seen.code != LeftError.exit_code:
         problem = f"expected exit code {LeftError.exit_code}, got {seen.code}: {seen.reason or seen.message}"
-        return Result(
-            check=Check.LEAVE,
-            mark=Mark.FAILED,
-            figures=figures,
-            problem=problem,
-            cure=_GRACE,
-            code=GaveUpError.exit_code,
-        )
-    if scene.uses_library and saved < notes.left_step:
+    elif scene.uses_library and saved < notes.left_step:
         problem = f"it left without a save: asked at step {notes.left_step}, the newest checkpoint is of step {saved}"
+    if problem:
         return Result(
             check=Check.LEAVE,
             mark=Mark.FAILED,

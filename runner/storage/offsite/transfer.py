@@ -89,9 +89,8 @@ _NONE: Final[Mapping[str, tuple[str, str]]] = MappingProxyType({})
 _REFUSED: Final = "let this key read it, or begin anew under another name of the job"
 
 
-Spoilt = tuple[
-    str, str
-]  # which manifest makes no sense, by size and time in the listing, empty if it does; and what is damaged
+# Which manifest makes no sense, by size and time in the listing, empty if it does; and what is damaged.
+Spoilt = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
