@@ -28,6 +28,7 @@ from urllib3.exceptions import (
     HTTPError as BrokenAnswer,
 )  # botocore lets it through where the body of a refusal breaks off
 
+from runner.errors import one_line
 from runner.storage.offsite.contract import OffsiteError
 
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
@@ -163,8 +164,7 @@ def _no_token(where: str, error: OSError) -> OffsiteError:
 
 def _said(text: object) -> str:
     """In one line, and nothing that a terminal would obey."""
-    line = " ".join(str(text).split())[:_MAX_SAID]
-    return "".join(c if c.isprintable() else "?" for c in line)
+    return one_line(" ".join(str(text).split())[:_MAX_SAID])
 
 
 def code_of(error: ClientError) -> str:
