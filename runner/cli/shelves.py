@@ -94,9 +94,10 @@ def candidates(which: str) -> list[Candidate]:
     place = find_place(which)
     directory = place.directory()
     problems = place.problems()
-    found = [c.ref for c in directory.committed() if place.means(c.ref.name)]
+    refs = [c.ref for c in directory.committed()]
+    found = [ref for ref in refs if place.means(ref.name)]
     _expect_some(which, len(found), problems, is_one=bool(place.name))
-    all_of_them = [c.ref for c in directory.committed()] if place.name else []
+    all_of_them = refs if place.name else []
     return [
         replace(_here(directory, ref), older=_older(ref, all_of_them, directory.path))
         for ref in sorted(found, reverse=True)
