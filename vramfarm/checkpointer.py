@@ -187,11 +187,16 @@ class Checkpointer:
 
     def step(self) -> None:
         """Say that an optimizer step is done: in a loop of one's own, after each. Leaves the process when asked to."""
-        if self._driving:
-            raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
-        if self._finished:
-            self._expect_unfinished("step")
-        self._finish_step()
+        # Where training has emptied the caches each line of this costs a microsecond or more.
+        if self._driving or self._finished:
+            self._expect_own_loop()
+        self._step = step = self._step + 1
+        if self._seat.passes(step) or self._is_settling:
+            self._attend()
+
+    def _expect_own_loop(self) -> None:
+        self._expect_unfinished("step")
+        raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
 
     def _expect_unfinished(self, what: str) -> None:
         if self._finished:
@@ -282,7 +287,8 @@ class Checkpointer:
                     if self._open >= accumulate:
                         self._open = 0
                         self._done = replace(position)
-                        self._finish_step()
+                        self._seat.count(position.samples)
+                        self.step()
                     if self._has_reached(max_steps):
                         return
                 if empty:
@@ -330,12 +336,6 @@ class Checkpointer:
         batches = 0 if epochs is None else feed.num_batches(self._position, epochs)
         known = [n for n in (max_steps, self._step + batches // accumulate if batches else None) if n is not None]
         return min(known, default=0)
-
-    def _finish_step(self) -> None:
-        """Nearly always a few stores and a look. Where a step has emptied the caches each line more costs microseconds."""
-        self._step += 1
-        if self._seat.passes(self._step, self._position.samples) or self._is_settling:
-            self._attend()
 
     def _attend(self) -> None:
         """What steps have to see to now and then."""

@@ -65,9 +65,7 @@ class Seat:
         self._arena: StagingMemory | None = None
         self._copying: threading.Thread | None = None
         self._words = page.words
-        self._step_at, self._samples_at, self._beat_at = (
-            page.index(rank, slot) for slot in (Slot.STEP, Slot.SAMPLES, Slot.BEAT_NS)
-        )
+        self._step_at, self._beat_at = page.index(rank, Slot.STEP), page.index(rank, Slot.BEAT_NS)
         self._heard = 0
         self._take()
         self.tend()
@@ -112,16 +110,20 @@ class Seat:
 
     def finished(self, step: int, samples: int = 0) -> Reason | None:
         """Say that `step` is finished. Return why to save now, or None."""
-        return self.answer(step) if self.passes(step, samples) else None
+        self.count(samples)
+        return self.answer(step) if self.passes(step) else None
 
-    def passes(self, step: int, samples: int) -> bool:
+    def count(self, samples: int) -> None:
+        """Say how many samples are behind us with the step that is finished next."""
+        self._put(Slot.SAMPLES, samples)
+
+    def passes(self, step: int) -> bool:
         """
         Say that `step` is finished. Return whether there is something to `answer`, or to `hear`.
 
         Each training step comes by here with cold caches, so nothing is called but the clock.
         """
         words = self._words
-        words[self._samples_at] = samples
         words[self._step_at] = step
         words[self._beat_at] = now = monotonic_ns()
         return (
