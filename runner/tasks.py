@@ -172,8 +172,9 @@ def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def _mission(arguments: Arguments) -> Mission:
-    from runner.adapters.providers import find_server, with_secrets
-    from runner.job import Job, ProviderName
+    from runner.adapters.providers import with_secrets
+    from runner.adapters.rented import rented
+    from runner.job import Job
     from runner.preflight import Mission
 
     env = with_store_keys(with_secrets(os.environ))
@@ -186,7 +187,7 @@ def _mission(arguments: Arguments) -> Mission:
         run_dir=Path(arguments["run_dir"]),
         workdir=Path(arguments["workdir"]),
         env=env,
-        server=None if job.provider.kind is ProviderName.NONE else find_server(env, job.provider.kind),
+        server=rented(job, env),
         deadline_at=datetime.fromisoformat(arguments["deadline_at"]) if arguments["deadline_at"] else None,
     )
 

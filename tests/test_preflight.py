@@ -221,6 +221,26 @@ def test_a_store_on_the_disk_that_goes_with_the_server_is_refused(tmp_path):
         )
 
 
+def test_preflight_and_run_know_the_server_that_job_yaml_names(cli, job, tmp_path):
+    """
+    A program of the user's stops it: nothing in the environment names it, and its disk goes with it all the same.
+    """
+    (tmp_path / "mnt").mkdir()
+    stop = f"[touch, {tmp_path}/stopped]"
+    status = f"[sh, -c, 'test -e {tmp_path}/stopped && echo gone || echo running']"
+    job.write_text(
+        f"{job.read_text()}offload: {{to: 'file://{tmp_path}/mnt/runs'}}\n"
+        f"provider: {{kind: command, stop_command: {stop}, status_command: {status}}}\nfinish: {{hold: 0s}}\n"
+    )
+
+    done = cli("preflight", "--config", "job.yaml")
+    run = cli("run", "--config", "job.yaml")
+
+    assert (4, 4) == (done.returncode, run.returncode), done.stdout + run.stderr
+    assert "is on the disk of this run, which goes with the server" in done.stdout
+    assert "is on the disk of this run, which goes with the server" in run.stderr
+
+
 def test_two_processes_talk_before_the_job_does(tmp_path):
     """
     Over gloo where there is no card; the test is left out where job.yaml says so.

@@ -27,11 +27,12 @@ from typing import IO, Any, Final
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, SECRETS, find_server, with_secrets
 from runner.adapters.providers.contract import Answer, Keep
+from runner.adapters.rented import rented
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import record_refusal
-from runner.cli.rental import prove, rented
+from runner.cli.rental import prove
 from runner.cli.run import comes_back
 from runner.cli.telling import Teller, say
 from runner.cli.workspace import workspace_of

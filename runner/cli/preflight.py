@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.adapters.providers import find_server, with_secrets
+from runner.adapters.providers import with_secrets
+from runner.adapters.rented import rented
 from runner.cli.load import add_job, load_job, named_job
 from runner.cli.loop import find_out, find_wrong
 from runner.cli.output import out, out_json
 from runner.facts import Finding, Preflight, Severity, Verdict
-from runner.job import ProviderName
 from runner.policy.limits import deadline
 from runner.policy.preflight import decide_verdict, exit_code_of
 from runner.preflight import Mission, look_at_code, look_at_machine
@@ -40,8 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     env = with_secrets(os.environ)
     loaded = load_job(named_job(args), env)
-    server = None if loaded.job.provider.kind is ProviderName.NONE else find_server(env)
-    setting = find_out(loaded, env, server, accept_change=True)
+    setting = find_out(loaded, env, rented(loaded.job, env), accept_change=True)
     if wrong := find_wrong(setting):
         raise wrong
     found = _look(setting, env)
