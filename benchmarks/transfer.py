@@ -48,15 +48,15 @@ OURS = """
 from pathlib import Path
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import open_store, parse_abilities, parse_place, transfer
+from runner.storage.offsite import open_store, parse_abilities, parse_place, restoring, surveying, uploading
 abilities, name = names
 store = open_store(parse_place({"to": f"s3://{bucket}/{prefix}", "endpoint": endpoint}), os.environ, parse_abilities(abilities))
 if what == "up":
     directory = CheckpointDir(Path(folder).parent, Disk())
-    transfer.upload(store, "job", directory, directory.committed()[0].ref, lambda *_: None)
+    uploading.upload(store, "job", directory, directory.committed()[0].ref, lambda *_: None)
 else:
-    whole = transfer.find_whole(store, "job", name)
-    transfer.restore(store, "job", whole.ref, CheckpointDir(Path(folder), Disk()), lambda *_: None, whole)
+    whole = surveying.find_whole(store, "job", name)
+    restoring.restore(store, "job", whole.ref, CheckpointDir(Path(folder), Disk()), lambda *_: None, whole)
 os._exit(0)  # as a task of the runner ends
 """
 

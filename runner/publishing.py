@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from runner.policy import ledger
 from runner.storage.disk import alone_in
-from runner.storage.offsite import Store, transfer
+from runner.storage.offsite import Store, uploading
 from runner.storage.offsite.known import Known
 
 LEDGER: Final = "ledger.json"
@@ -72,7 +72,7 @@ class Publishing:
         known = Known(self.run_dir / KNOWN, self.store)
         try:
             for place, (path, limit_bytes) in files.items():
-                transfer.publish_file(self.store, f"{self.job}/{place}", path, limit_bytes, known)
+                uploading.publish_file(self.store, f"{self.job}/{place}", path, limit_bytes, known)
         finally:
             known.save()
         if logs:
@@ -91,15 +91,15 @@ class Publishing:
 
         status = self.run_dir / "status.json"
         with suppress(FileNotFoundError):
-            transfer.publish(self.store, self.job, {"status.json": status.read_bytes()})
+            uploading.publish(self.store, self.job, {"status.json": status.read_bytes()})
         written = page(gather_store(self.store, self.job))
-        transfer.publish(self.store, self.job, {"report.html": written.encode()})
+        uploading.publish(self.store, self.job, {"report.html": written.encode()})
 
     def _write_ledger(self) -> int:
         """Put this machine's entry in, as it is now; returns its number."""
         mine = ledger.parse_machine(self.machine)
         machines = ledger.merge(ledger.parse(read_json(self.store, f"{self.job}/{LEDGER}")), mine)
-        transfer.publish(self.store, self.job, {LEDGER: json.dumps(ledger.dump(machines), indent=1).encode()})
+        uploading.publish(self.store, self.job, {LEDGER: json.dumps(ledger.dump(machines), indent=1).encode()})
         return 1 + next(number for number, machine in enumerate(machines) if machine.id == mine.id)
 
     def _logs(self, number: int) -> dict[str, tuple[Path, int]]:

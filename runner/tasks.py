@@ -35,10 +35,14 @@ from runner.storage.offsite import (
     LACKS,
     OffsiteError,
     Store,
+    comparing,
     open_store,
     parse_abilities,
     parse_place,
-    transfer,
+    restoring,
+    surveying,
+    tidying,
+    uploading,
     warm_up,
 )
 from vramfarm.protocol import ALGORITHM, Manifest, Ref
@@ -197,8 +201,8 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     abilities = store.probe()
     written = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "run_dir": arguments["run_dir"]}
-    transfer.publish(
-        store, arguments["job"], {transfer.LOOKED: json.dumps({**written, "abilities": asdict(abilities)}).encode()}
+    uploading.publish(
+        store, arguments["job"], {surveying.LOOKED: json.dumps({**written, "abilities": asdict(abilities)}).encode()}
     )
     job, ledger = (read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", LEDGER))
     progress(0.0, "listing")
@@ -215,7 +219,7 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def look(store: Store, arguments: Arguments) -> dict[str, Any]:
     known = {name: (which, why) for name, (which, why) in arguments["spoilt"].items()}
     here = {checkpoint.ref.name for checkpoint in _directory(arguments).committed()}
-    found = transfer.survey(store, arguments["job"], here=here, spoilt=known)
+    found = surveying.survey(store, arguments["job"], here=here, spoilt=known)
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
         "spoilt": found.spoilt,
@@ -225,7 +229,7 @@ def look(store: Store, arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def _survey_summary(found: transfer.Survey) -> str:
+def _survey_summary(found: surveying.Survey) -> str:
     more = f"; and {len(found.problems) - _A_FEW} more" if len(found.problems) > _A_FEW else ""
     unusable = f"; unusable: {'; '.join(found.problems[:_A_FEW])}{more}" if found.problems else ""
     newest = f", newest {max(c.ref for c in found.checkpoints).name}" if found.checkpoints else ""
@@ -282,10 +286,10 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as beside:  # a few small files: they need not make the checkpoint's safety known later
         published = beside.submit(publishing.publish_files, logs=False, wait=False)
         ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
-        copied = transfer.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
+        copied = uploading.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
         took = time.monotonic() - started
         published.result()
-        swept = beside.submit(transfer.sweep, store, arguments["job"])
+        swept = beside.submit(tidying.sweep, store, arguments["job"])
         seen = look(store, arguments)
         with suppress(OffsiteError):  # the next upload, or the end of the run, comes by again
             swept.result()
@@ -301,8 +305,8 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     store = _store(arguments)
     started = time.monotonic()
-    whole = transfer.find_whole(store, arguments["job"], arguments["subject"])
-    checkpoint = transfer.restore(store, arguments["job"], whole.ref, _directory(arguments), progress, whole)
+    whole = surveying.find_whole(store, arguments["job"], arguments["subject"])
+    checkpoint = restoring.restore(store, arguments["job"], whole.ref, _directory(arguments), progress, whole)
     took = time.monotonic() - started
     return {"summary": f"{checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"}
 
@@ -335,8 +339,8 @@ def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def verify(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "comparing")
     store = _store(arguments)
-    ref = transfer.find_whole(store, arguments["job"], arguments["subject"]).ref
-    manifest = transfer.verify(store, arguments["job"], ref, lambda path, _: progress(0.0, path))
+    ref = surveying.find_whole(store, arguments["job"], arguments["subject"]).ref
+    manifest = comparing.verify(store, arguments["job"], ref, lambda path, _: progress(0.0, path))
     return {"summary": f"{len(manifest.shards)} shards, {manifest.size_bytes / 1e6:.1f} MB, all there and the same"}
 
 
@@ -344,7 +348,7 @@ def tidy(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     progress(0.0, "tidying")
     store = _store(arguments)
     keep_last, unusable = arguments["offload"]["keep_last"], arguments["unusable"]
-    removed = transfer.tidy(store, arguments["job"], keep_last=keep_last, unusable=unusable)
+    removed = tidying.tidy(store, arguments["job"], keep_last=keep_last, unusable=unusable)
     return {**look(store, arguments), "summary": f"removed {', '.join(removed) or 'nothing'}"}
 
 
@@ -385,9 +389,9 @@ def publish(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     publishing, conclusion = _publishing(store, arguments), arguments["conclusion"]
     number = publishing.publish_files(logs=not arguments["subject"].endswith(NO_LOGS))
     if conclusion:
-        transfer.publish(store, arguments["job"], {transfer.OUTCOME: json.dumps(conclusion).encode()})
+        uploading.publish(store, arguments["job"], {surveying.OUTCOME: json.dumps(conclusion).encode()})
         with suppress(OffsiteError):  # a key that may not remove anything
-            transfer.close(store, arguments["job"])
+            tidying.close(store, arguments["job"])
     if arguments["machine"]["attempts"]:  # else an earlier machine's report says more
         publishing.publish_report()
     return {"summary": f"{number} files"}
@@ -397,7 +401,7 @@ def reopen(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Written over, not removed: a key that may not delete may open a run again."""
     progress(0.0, "opening the run again")
     told = {"outcome": "", "reason": "open again", "at": datetime.now(UTC).isoformat(timespec="seconds")}
-    transfer.publish(_store(arguments), arguments["job"], {transfer.OUTCOME: json.dumps(told).encode()})
+    uploading.publish(_store(arguments), arguments["job"], {surveying.OUTCOME: json.dumps(told).encode()})
     return {"outcome": None, "summary": f"it is not over any more ({arguments['subject']})"}
 
 

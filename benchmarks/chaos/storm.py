@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks.chaos.disk import OPTIONS, PowerDisk, written
 from runner.job import OffloadPolicy
 from runner.storage.journal import events
-from runner.storage.offsite import open_store, transfer
+from runner.storage.offsite import open_store, surveying
 from runner.supervise import page as pages
 from runner.supervise.process import end_all, find, kill
 from tests.chaos.parts import sort_parts
@@ -420,7 +420,7 @@ class Round:
     def _check_store(self, reference) -> None:
         policy = OffloadPolicy(to=f"s3://{BUCKET}/{self.prefix}")
         store = open_store(policy, self.env)
-        found = transfer.survey(store, "chaos")
+        found = surveying.survey(store, "chaos")
         assert found.unusable == (), found.unusable
         assert found.outcome is not None
         assert found.outcome["outcome"] == "succeeded"

@@ -34,7 +34,8 @@ from vramfarm.protocol import Ref
 
 if TYPE_CHECKING:
     from runner.storage.export import Exported, Wish
-    from runner.storage.offsite.transfer import Meter, Source
+    from runner.storage.offsite.meter import Meter
+    from runner.storage.offsite.restoring import Source
 
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
@@ -134,11 +135,11 @@ def _rows(which: str | None) -> list[dict[str, Any]]:
 
 def _rows_of_store(address: Address) -> list[dict[str, Any]]:
     """What is whole by the store's own listing; its bytes were not compared."""
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import surveying  # noqa: PLC0415  # slow
 
     run = open_run(address)
     with Bar() as bar:
-        survey = transfer.survey_readable(run.store, run.job, bar)
+        survey = surveying.survey_readable(run.store, run.job, bar)
     expect_run(address, run, survey)
     for problem in survey.problems:
         note(f"unusable: {problem}")
@@ -202,7 +203,7 @@ def _verify(which: str | None, *, as_json: bool) -> int:
 
 
 def _differences_here(which: str | None) -> Differences:
-    from runner.storage.offsite.transfer import Meter  # noqa: PLC0415  # slow
+    from runner.storage.offsite.meter import Meter  # noqa: PLC0415  # slow
 
     place = find_place(which)
     directory = place.directory()
@@ -216,24 +217,25 @@ def _differences_here(which: str | None) -> Differences:
 
 def _differences_in_store(address: Address) -> Differences:
     """By size and checksum as the store reports them; where it confirms none, every byte is read back."""
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import surveying  # noqa: PLC0415  # slow
+    from runner.storage.offsite.meter import Meter  # noqa: PLC0415  # slow
 
     run = open_run(address)
-    run = open_run(address, transfer.read_abilities(run.store, run.job))
-    survey = transfer.survey_readable(run.store, run.job)
+    run = open_run(address, surveying.read_abilities(run.store, run.job))
+    survey = surveying.survey_readable(run.store, run.job)
     expect_run(address, run, survey)
     wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
     with Bar() as bar:
-        meter = transfer.Meter(sum(c.size_bytes for c in wanted), bar)
+        meter = Meter(sum(c.size_bytes for c in wanted), bar)
         found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
     return found, list(survey.problems)
 
 
 def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
-    from runner.storage.offsite import OffsiteError, transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import OffsiteError, comparing  # noqa: PLC0415  # slow
 
     try:
-        transfer.verify(run.store, run.job, ref, meter.add)
+        comparing.verify(run.store, run.job, ref, meter.add)
     except OffsiteError as error:
         if not error.damaged:
             raise

@@ -109,11 +109,11 @@ def _ask_store(job: Job, *, ask_store: bool) -> tuple[_Store, str]:
     if not ask_store:
         where = f"{job.offload.to}/{job.name}"
         return _Store(), f"the store {where} was not asked; a newer checkpoint there would be restored"
-    from runner.storage.offsite import open_store, transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import open_store, surveying  # noqa: PLC0415  # slow
 
     try:
         store = open_store(job.offload, os.environ)
-        survey, raw = transfer.survey(store, job.name), store.get(f"{job.name}/ledger.json", limit_bytes=16 << 20)
+        survey, raw = surveying.survey(store, job.name), store.get(f"{job.name}/ledger.json", limit_bytes=16 << 20)
     except RunnerError as error:
         first = str(error).splitlines()[0]
         return _Store(), f"the store cannot be asked from here ({first}); a newer checkpoint there would be restored"

@@ -135,14 +135,14 @@ class Place:
         return {}
 
     def clear(self) -> None:
-        from runner.storage.offsite.transfer import remove_run  # noqa: PLC0415  # slow
+        from runner.storage.offsite.tidying import remove_run  # noqa: PLC0415  # slow
 
         remove_run(self.store, self._name)
 
     def restore(self, folder: Path) -> Checkpoint:
         """The newest, into a folder that has nothing."""
-        from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+        from runner.storage.offsite import restoring, surveying  # noqa: PLC0415  # slow
 
-        newest = transfer.survey(self.store, self._name).checkpoints[-1]
+        newest = surveying.survey(self.store, self._name).checkpoints[-1]
         with Bar() as bar:
-            return transfer.restore(self.store, self._name, newest.ref, CheckpointDir(folder, Disk()), bar)
+            return restoring.restore(self.store, self._name, newest.ref, CheckpointDir(folder, Disk()), bar)

@@ -24,7 +24,9 @@ from runner.storage.disk import Disk
 from vramfarm.protocol import DAMAGED, MANIFEST, ProtocolError, Ref, is_name, parse_manifest
 
 if TYPE_CHECKING:
-    from runner.storage.offsite.transfer import Progress, Source, Survey
+    from runner.storage.offsite.meter import Progress
+    from runner.storage.offsite.restoring import Source
+    from runner.storage.offsite.surveying import Survey
 
 _MARKS: Final = ("status.json", "ledger.json", "job.json")
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
@@ -105,10 +107,10 @@ def candidates(which: str) -> list[Candidate]:
 
 
 def candidates_in_store(address: Address) -> list[Candidate]:
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import surveying  # noqa: PLC0415  # slow
 
     run = open_run(address)
-    survey = transfer.survey(run.store, run.job, wanted=run.checkpoint)
+    survey = surveying.survey(run.store, run.job, wanted=run.checkpoint)
     expect_run(address, run, survey)
     found = [c.ref for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
     problems = [p for p in survey.problems if p.startswith(run.checkpoint)]
@@ -178,7 +180,7 @@ def _expect_some(which: str, number: int, problems: Sequence[str], *, is_one: bo
 
 def _here(directory: CheckpointDir, ref: Ref) -> Candidate:
     from runner.storage.export import HereSource  # noqa: PLC0415  # slow
-    from runner.storage.offsite.transfer import bring  # noqa: PLC0415  # the same
+    from runner.storage.offsite.restoring import bring  # noqa: PLC0415  # the same
 
     def copy(target: CheckpointDir, progress: Progress) -> Checkpoint:
         there = next((c for c in target.committed() if c.ref == ref), None)
@@ -189,10 +191,12 @@ def _here(directory: CheckpointDir, ref: Ref) -> Candidate:
 
 
 def _there(run: StoredRun, ref: Ref) -> Candidate:
-    from runner.storage.offsite import transfer  # noqa: PLC0415  # slow
+    from runner.storage.offsite import restoring  # noqa: PLC0415  # slow
 
     return Candidate(
-        ref, partial(transfer.StoreSource, run.store, run.job, ref), partial(transfer.restore, run.store, run.job, ref)
+        ref,
+        partial(restoring.StoreSource, run.store, run.job, ref),
+        partial(restoring.restore, run.store, run.job, ref),
     )
 
 

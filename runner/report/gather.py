@@ -13,7 +13,7 @@ from runner.errors import in_plain, one_line
 from runner.policy import ledger
 from runner.policy.goodput import share_out
 from runner.report.model import Report, Sample, Saved
-from runner.storage.offsite import Store, transfer
+from runner.storage.offsite import Store, surveying
 
 METRICS: Final = "metrics.jsonl"
 STATUS: Final = "status.json"
@@ -47,7 +47,7 @@ def gather_store(store: Store, job: str) -> Report:
     status, found = _object(read(STATUS)), _object(read("ledger.json"))
     number = len(ledger.parse(found))
     metrics = [(n, f"machines/{n:04d}/{METRICS}") for n in range(1, number + 1)]
-    whole = transfer.survey_readable(store, job).checkpoints
+    whole = surveying.survey_readable(store, job).checkpoints
     saved = tuple(
         Saved(name=c.ref.name, step=c.ref.step, where="store", written_at=c.written_at.isoformat()) for c in whole
     )

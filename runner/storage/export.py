@@ -27,7 +27,8 @@ from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, alone_in
 from runner.storage.offsite.contract import Block, OffsiteError, in_parallel
-from runner.storage.offsite.transfer import Meter, Progress, Source
+from runner.storage.offsite.meter import Meter, Progress
+from runner.storage.offsite.restoring import Source
 from vramfarm.checksum import crc32
 from vramfarm.image import ITEM_BYTES, Box, ImageError, Placed, header_bytes, parse_header
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard

@@ -18,8 +18,8 @@ from runner.job import split_address
 from runner.storage.checkpoints import FOLDER, ORIGIN, CheckpointDir, checkpoints_of
 from runner.storage.disk import Disk
 from runner.storage.export import HereSource
-from runner.storage.offsite import OffsiteError, Store, transfer
-from runner.storage.offsite.transfer import Source, StoreSource
+from runner.storage.offsite import OffsiteError, Store, restoring, surveying
+from runner.storage.offsite.restoring import Source, StoreSource
 from vramfarm.protocol import MANIFEST
 
 NO_ATTEMPT: Final = 0  # of this run made it
@@ -90,7 +90,7 @@ def _copy(  # noqa: PLR0913, PLR0917  # as above
     for checkpoint in directory.committed():
         if checkpoint.ref == ours.ref:
             return checkpoint
-    return transfer.bring(ours, source, directory, progress)
+    return restoring.bring(ours, source, directory, progress)
 
 
 # ------------------------------------------------------------------------- where it may be
@@ -104,7 +104,7 @@ def _candidates(place: str, open_at: Open) -> Iterator[_Candidate]:
 def _in_store(place: str, open_at: Open) -> Iterator[_Candidate]:
     where, job, name = split_address(place)
     store = open_at(where)
-    survey = transfer.survey(store, job, wanted=name)
+    survey = surveying.survey(store, job, wanted=name)
     found = [c.ref for c in survey.checkpoints if name in {"", c.ref.name}]
     if not found:
         problems = [problem for problem in survey.unusable if problem.startswith(name)]

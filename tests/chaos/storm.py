@@ -28,7 +28,7 @@ from runner.simulator.farm import Farm, Pace
 from runner.simulator.model import Event, Policy, ServerCreate, State
 from runner.simulator.serving import Options, serving
 from runner.storage.journal import events
-from runner.storage.offsite import open_store, transfer
+from runner.storage.offsite import comparing, open_store, surveying
 from runner.supervise import page as pages
 from runner.supervise.process import Process, end_all, find, kill
 from tests.chaos.parts import PARTS, command_line, name_part, sort_parts
@@ -262,7 +262,7 @@ class Storm:
     def _check_store(self) -> Manifest:
         """The store has the last step, every byte of it, and says how the job ended."""
         store = open_store(OffloadPolicy(to=f"file://{self.store}"), {})
-        found = transfer.survey(store, NAME)
+        found = surveying.survey(store, NAME)
         assert () == found.unusable
         assert found.outcome is not None
         assert "succeeded" == found.outcome["outcome"]
@@ -270,7 +270,7 @@ class Storm:
         assert self.play.steps == newest.step
         for checkpoint in found.checkpoints:
             check_checkpoint(self.store / NAME / "checkpoints" / checkpoint.ref.name, self.play.content)
-        return transfer.verify(store, NAME, newest)
+        return comparing.verify(store, NAME, newest)
 
     def _events(self, kind: str) -> list[Event]:
         return [event for event in self.farm.events(self.server_id) if event.type == kind]

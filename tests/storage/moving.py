@@ -18,11 +18,13 @@ from pathlib import Path
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import open_store, transfer
+from runner.storage.offsite import open_store
+from runner.storage.offsite.restoring import restore
+from runner.storage.offsite.uploading import upload
 from vramfarm.protocol import Ref
 what, offload, root, ref = sys.argv[1], OffloadPolicy(**json.loads(sys.argv[2])), Path(sys.argv[3]), Ref(*json.loads(sys.argv[4]))
 say = lambda fraction, note: print(fraction, note, flush=True)
-getattr(transfer, what)(open_store(offload, os.environ), "job", *([CheckpointDir(root, Disk()), ref] if what == "upload" else [ref, CheckpointDir(root, Disk())]), say)
+{"upload": upload, "restore": restore}[what](open_store(offload, os.environ), "job", *([CheckpointDir(root, Disk()), ref] if what == "upload" else [ref, CheckpointDir(root, Disk())]), say)
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM:")).split()[1])  # kB
 """
 

@@ -18,8 +18,8 @@ from runner.storage import export as exporting
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, alone_in
 from runner.storage.export import HereSource, Wish, bf16_of_f32, export
-from runner.storage.offsite import transfer
-from runner.storage.offsite.transfer import StoreSource
+from runner.storage.offsite import uploading
+from runner.storage.offsite.restoring import StoreSource
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.storage.examples import commit
 from vramfarm import image
@@ -194,7 +194,7 @@ def test_a_store_is_read_like_a_disk_and_only_what_is_needed(store, directory, t
     """
     tensors = {"model.a": values((9, 9)), "optimizer.state.a.exp_avg": values((3, CHUNK_BYTES // 4))}
     manifest = saved(directory, tensors, 1)
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
     source, read = StoreSource(store, "job", manifest.ref), []
     asked, source.read = source.read, lambda shard, chunk: read.append(chunk) or asked(shard, chunk)
 

@@ -10,7 +10,7 @@ import pytest
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import Abilities, Checksums, OffsiteError, transfer
+from runner.storage.offsite import Abilities, Checksums, OffsiteError, comparing, restoring, surveying, uploading
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server
@@ -39,10 +39,10 @@ def behind(proxy, s3_offload, s3server):
 def there_and_back(store, directory, tmp_path):
     """Up, checked by the store's own word, and down to an empty disk."""
     ref = commit(directory, shards=SHARDS).ref
-    transfer.upload(store, "job", directory, ref, ignore)
-    transfer.verify(store, "job", ref)
+    uploading.upload(store, "job", directory, ref, ignore)
+    comparing.verify(store, "job", ref)
     there = elsewhere(tmp_path)
-    transfer.restore(store, "job", ref, there, ignore)
+    restoring.restore(store, "job", ref, there, ignore)
     return contents(directory, ref) == contents(there, ref)
 
 
@@ -83,12 +83,12 @@ def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, t
     The client library hands it over without a word; our checksums do not.
     """
     ref = commit(directory, shards=SHARDS).ref
-    transfer.upload(behind, "job", directory, ref, ignore)
+    uploading.upload(behind, "job", directory, ref, ignore)
     fault, there = proxy.add(operation="GetObject", flip=7, times=5), elsewhere(tmp_path)
     with suppress(OffsiteError):  # five in a row may be more than is put up with: then it says so
-        transfer.restore(behind, "job", ref, there, ignore)
+        restoring.restore(behind, "job", ref, there, ignore)
     proxy.heal()
-    transfer.restore(behind, "job", ref, there, ignore)
+    restoring.restore(behind, "job", ref, there, ignore)
 
     assert contents(directory, ref) == contents(there, ref)
     assert fault.taken
@@ -118,7 +118,7 @@ def test_what_does_not_pass_is_said_once_with_its_cure(behind, proxy, directory,
     fault = proxy.add(operation=first, answer=answer)
 
     with pytest.raises(OffsiteError) as caught:
-        transfer.upload(behind, "job", directory, ref, ignore)
+        uploading.upload(behind, "job", directory, ref, ignore)
 
     assert (True, True) == (caught.value.final, cure in caught.value.hint), caught.value
     assert curable is caught.value.curable
@@ -130,13 +130,13 @@ def test_a_manifest_that_is_refused_is_no_damaged_one(behind, proxy, directory):
     """
     Archived by a lifecycle rule: with its cure, and as an error, not as a store without checkpoints.
     """
-    transfer.upload(behind, "job", directory, commit(directory).ref, ignore)
+    uploading.upload(behind, "job", directory, commit(directory).ref, ignore)
     proxy.add(operation="GetObject", answer=(403, "InvalidObjectState"))
     proxy.add(operation="GetObject", answer=(404, "NoSuchKey"), times=1)  # there is no outcome
     proxy.faults.reverse()
 
     with pytest.raises(OffsiteError, match="403 InvalidObjectState") as caught:
-        transfer.survey(behind, "job")
+        surveying.survey(behind, "job")
 
     assert "lifecycle rule" in caught.value.hint
 
@@ -155,13 +155,13 @@ def test_a_store_that_goes_away_and_comes_back(tmp_path, directory):
             killer = threading.Timer(1.2, server.stop)
             killer.start()
             with pytest.raises(OffsiteError) as caught:
-                transfer.upload(store, "job", directory, ref, ignore)
+                uploading.upload(store, "job", directory, ref, ignore)
             killer.join()
             server.start()
-            transfer.upload(S3Store(offload, server.env, ABLE, part_chunks=1), "job", directory, ref, ignore)
+            uploading.upload(S3Store(offload, server.env, ABLE, part_chunks=1), "job", directory, ref, ignore)
 
             assert not caught.value.final, caught.value
-            assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+            assert [ref] == [checkpoint.ref for checkpoint in surveying.survey(store, "job").checkpoints]
     finally:
         server.stop()
 
@@ -189,7 +189,7 @@ def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tm
     proxy.limit_up(3_000_000)
     directory = CheckpointDir(tmp_path, Disk())
     ref = commit(directory, shards={"large": os.urandom(2 * CHUNK_BYTES + 1)}).ref
-    transfer.upload(S3Store(offload, s3server.env, ABLE, timeouts_s=(2, 60)), "job", directory, ref, ignore)
+    uploading.upload(S3Store(offload, s3server.env, ABLE, timeouts_s=(2, 60)), "job", directory, ref, ignore)
 
     assert proxy.num_bytes_up < 2.2 * CHUNK_BYTES
 

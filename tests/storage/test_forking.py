@@ -13,7 +13,7 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.forking import fork
-from runner.storage.offsite import open_store, transfer
+from runner.storage.offsite import open_store, uploading
 from tests.storage.examples import SHARDS, commit
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
@@ -93,7 +93,7 @@ def other(tmp_path):
     directory = CheckpointDir(tmp_path / "other" / "checkpoints", Disk())
     directory.root.mkdir(parents=True)
     for step in (100, 200):
-        transfer.upload(
+        uploading.upload(
             open_at(f"file://{tmp_path}/store"), "other", directory, commit(directory, step).ref, lambda *_: None
         )
     return directory

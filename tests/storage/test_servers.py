@@ -16,7 +16,17 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file, is_sum_of_parts
 from runner.storage.disk import Disk, own_path
-from runner.storage.offsite import Abilities, Checksums, OffsiteError, open_store, transfer
+from runner.storage.offsite import (
+    Abilities,
+    Checksums,
+    OffsiteError,
+    comparing,
+    open_store,
+    restoring,
+    surveying,
+    tidying,
+    uploading,
+)
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
@@ -68,13 +78,13 @@ def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
     store = S3Store(offload, s3server.env, part_chunks=1)
     found = store.probe()
     ref = commit(directory, shards={"large": LARGE, "small": b"small", "empty": b""}).ref
-    transfer.upload(store, "job", directory, ref, ignore)
-    transfer.verify(store, "job", ref)
+    uploading.upload(store, "job", directory, ref, ignore)
+    comparing.verify(store, "job", ref)
     there = elsewhere(tmp_path)
-    transfer.restore(store, "job", ref, there, ignore)
+    restoring.restore(store, "job", ref, there, ignore)
     store.put(f"job/checkpoints/{ref.name}/small", b"smell")
     with pytest.raises(OffsiteError, match="small"):
-        transfer.verify(store, "job", ref)
+        comparing.verify(store, "job", ref)
 
     assert expected == found
     assert contents(directory, ref) == contents(there, ref)
@@ -89,18 +99,18 @@ def test_a_server_that_repeats_the_checksums_it_is_told_is_not_believed(proxy, s
     proxy.repeats_checksums = True
     store = S3Store(offload, s3server.env)
     ref, begun = commit(directory, shards={"small": b"small" * 1000}).ref, len(proxy.operations)
-    transfer.upload(store, "job", directory, ref, ignore)
+    uploading.upload(store, "job", directory, ref, ignore)
     read_back, looked = proxy.operations[begun:].count("GetObject"), {"abilities": asdict(store.probe())}
-    transfer.publish(store, "job", {transfer.LOOKED: json.dumps(looked).encode()})
+    uploading.publish(store, "job", {surveying.LOOKED: json.dumps(looked).encode()})
     other_way = s3server.client()  # on its disk, say
     key = f"{store._prefix}job/checkpoints/{ref.name}/small"
     other_way.put_object(Bucket=BUCKET, Key=key, Body=b"smell" * 1000)
-    elsewhere = S3Store(offload, s3server.env, transfer.read_abilities(S3Store(offload, s3server.env), "job"))
+    elsewhere = S3Store(offload, s3server.env, surveying.read_abilities(S3Store(offload, s3server.env), "job"))
 
     assert (Abilities(checksums=Checksums.NONE, conditional=True), True) == (store.probe(), read_back > 0)
     for looks in (store, elsewhere):
         with pytest.raises(OffsiteError, match="other bytes"):
-            transfer.verify(looks, "job", ref)
+            comparing.verify(looks, "job", ref)
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b'{"abilities": 1}', b'{"abilities": {"checksums": "all"}}', b"[" * 10**5])
@@ -110,7 +120,7 @@ def test_what_is_no_record_of_abilities_says_nothing(store, raw):
     """
     store.put("job/looked.json", raw)
 
-    assert transfer.read_abilities(store, "job") is None
+    assert surveying.read_abilities(store, "job") is None
 
 
 @pytest.mark.parametrize("refused", [(), CHECKSUM_HEADERS[:1]], ids=["with checksums", "without"])
@@ -123,8 +133,8 @@ def test_a_bucket_that_takes_nothing_without_a_digest_is_served(proxy, s3_offloa
     ref = commit(directory, shards={"large": LARGE, "small": b"small"}).ref
 
     assert store.probe().conditional
-    transfer.upload(store, "job", directory, ref, ignore)
-    transfer.verify(store, "job", ref)
+    uploading.upload(store, "job", directory, ref, ignore)
+    comparing.verify(store, "job", ref)
 
 
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
@@ -212,7 +222,7 @@ def test_commands_reach_a_store_as_job_yaml_or_the_aws_configuration_says(  # no
     """
     which, env, host = told
     ref = commit(directory).ref
-    transfer.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
+    uploading.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
 
     listed = cli("checkpoints", "ls", which, "--json", **env)
     verified = cli("checkpoints", "verify", which, "--json", **env)
@@ -229,7 +239,7 @@ def test_an_empty_key_in_the_environment_is_no_key(cli, s3_offload, s3server, di
     `docker run -e NAME=` and compose's `${NAME:-}` leave such: the key is where it is otherwise.
     """
     ref = commit(directory).ref
-    transfer.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
+    uploading.upload(open_store(s3_offload, s3server.env), "job", directory, ref, ignore)
     key, secret = (s3server.env[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     (tmp_path / "keys").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
     empty = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"), "")
@@ -335,10 +345,10 @@ def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3
     store.probe()
     before = role.num_given
     ref = commit(directory, shards={"large": LARGE}).ref
-    transfer.upload(store, "job", directory, ref, ignore)
+    uploading.upload(store, "job", directory, ref, ignore)
 
     assert role.num_given > before >= 1
-    assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+    assert [ref] == [checkpoint.ref for checkpoint in surveying.survey(store, "job").checkpoints]
 
 
 _ROLE_OF_OTHER = "[default]\nrole_arn = arn:aws:iam::123456789012:role/x\nsource_profile = other\n"
@@ -443,10 +453,10 @@ def test_a_store_that_is_late_is_waited_for(directory, tmp_path):
     An upload has ended when whoever lists the store finds the checkpoint.
     """
     store, ref = LateStore(FileStore(tmp_path / "store", Disk()), 0.5), commit(directory).ref
-    transfer.upload(store, "job", directory, ref, ignore)
-    found = transfer.survey(store, "job").checkpoints
+    uploading.upload(store, "job", directory, ref, ignore)
+    found = surveying.survey(store, "job").checkpoints
     there = elsewhere(tmp_path)
-    transfer.restore(store, "job", ref, there, ignore)
+    restoring.restore(store, "job", ref, there, ignore)
 
     assert [ref] == [checkpoint.ref for checkpoint in found]
     assert contents(directory, ref) == contents(there, ref)
@@ -459,12 +469,12 @@ def test_a_store_that_is_too_late_is_an_error_that_passes(directory, tmp_path):
     store, ref = LateStore(FileStore(tmp_path / "store", Disk()), 3600), commit(directory).ref
 
     with pytest.raises(OffsiteError, match="stored, but it is not there") as caught:
-        transfer.upload(store, "job", directory, ref, ignore)
+        uploading.upload(store, "job", directory, ref, ignore)
     store.lag_s = 0
-    transfer.upload(store, "job", directory, ref, ignore)
+    uploading.upload(store, "job", directory, ref, ignore)
 
     assert not caught.value.final
-    assert [ref] == [checkpoint.ref for checkpoint in transfer.survey(store, "job").checkpoints]
+    assert [ref] == [checkpoint.ref for checkpoint in surveying.survey(store, "job").checkpoints]
 
 
 # ------------------------------------------------------------------------- content that is there
@@ -479,16 +489,16 @@ def test_content_that_the_store_has_is_not_sent_again(proxy, s3_offload, s3serve
     """
     offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
     store, told = open_store(offload, s3server.env), []
-    transfer.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
+    uploading.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
     before = proxy.num_bytes_up
     second = commit(directory, 200, shards=FROZEN | {"adapter": b"changed"}).ref
-    copied = transfer.upload(store, "job", directory, second, lambda fraction, _: told.append(fraction))
-    transfer.tidy(store, "job", keep_last=1)
+    copied = uploading.upload(store, "job", directory, second, lambda fraction, _: told.append(fraction))
+    tidying.tidy(store, "job", keep_last=1)
 
     assert (len(LARGE), 1.0) == (copied, told[-1])
     assert proxy.num_bytes_up - before < 100_000
-    assert [200] == [checkpoint.ref.step for checkpoint in transfer.survey(store, "job").checkpoints]
-    transfer.verify(store, "job", second)
+    assert [200] == [checkpoint.ref.step for checkpoint in surveying.survey(store, "job").checkpoints]
+    comparing.verify(store, "job", second)
 
 
 def test_the_same_shard_twice_is_sent_once(proxy, s3_offload, s3server, directory):
@@ -498,11 +508,11 @@ def test_the_same_shard_twice_is_sent_once(proxy, s3_offload, s3server, director
     offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
     store = open_store(offload, s3server.env)
     ref = commit(directory, shards={"a": LARGE, "b": LARGE, "c": LARGE}).ref
-    copied = transfer.upload(store, "job", directory, ref, ignore)
+    copied = uploading.upload(store, "job", directory, ref, ignore)
 
     assert 2 * len(LARGE) == copied
     assert proxy.num_bytes_up < 1.1 * len(LARGE)
-    transfer.verify(store, "job", ref)
+    comparing.verify(store, "job", ref)
 
 
 @pytest.mark.parametrize(
@@ -518,12 +528,12 @@ def test_a_server_that_does_not_copy_gets_the_bytes(proxy, s3_offload, s3server,
     """
     offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
     store = open_store(offload, s3server.env)
-    transfer.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
+    uploading.upload(store, "job", directory, commit(directory, 100, shards=FROZEN).ref, ignore)
     proxy.add(**fault)
     second = commit(directory, 200, shards=FROZEN).ref
 
-    assert 0 == transfer.upload(store, "job", directory, second, ignore)
-    transfer.verify(store, "job", second)
+    assert 0 == uploading.upload(store, "job", directory, second, ignore)
+    comparing.verify(store, "job", second)
 
 
 def test_in_a_folder_the_same_bytes_have_two_names(directory, tmp_path):
@@ -532,22 +542,22 @@ def test_in_a_folder_the_same_bytes_have_two_names(directory, tmp_path):
     """
     store = FileStore(tmp_path / "store", Disk())
     first = commit(directory, 100, shards=FROZEN).ref
-    transfer.upload(store, "job", directory, first, ignore)
+    uploading.upload(store, "job", directory, first, ignore)
     origin = tmp_path / "store" / "job" / "checkpoints" / first.name / "frozen"
     second = commit(directory, 200, shards=FROZEN).ref
     place = origin.parent.parent / second.name
     place.mkdir()
     own_path(place / "frozen", "unfinished").hardlink_to(origin)  # as a kill leaves it
-    copied = transfer.upload(store, "job", directory, second, ignore)
+    copied = uploading.upload(store, "job", directory, second, ignore)
     changed = commit(directory, 300, shards=FROZEN | {"frozen": LARGE[::-1]}).ref
     (origin.parent.parent / changed.name).mkdir()
     own_path(origin.parent.parent / changed.name / "frozen", "unfinished").hardlink_to(origin)
-    transfer.upload(store, "job", directory, changed, ignore)
+    uploading.upload(store, "job", directory, changed, ignore)
 
     assert len(LARGE) == copied
     assert origin.samefile(place / "frozen")
     for ref in (first, second, changed):
-        transfer.verify(store, "job", ref)
+        comparing.verify(store, "job", ref)
 
 
 # -------------------------------------------------------------------------------------------- cost

@@ -20,7 +20,7 @@ from runner.storage.offsite.contract import Checksums, Head, Version
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _plan_parts
-from runner.storage.offsite.transfer import remove_run
+from runner.storage.offsite.tidying import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy

@@ -15,7 +15,7 @@ from runner.job import OffloadPolicy
 from runner.keeper import LEASE, expect_ours
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir
 from runner.storage.disk import Disk, has_bytes
-from runner.storage.offsite import OffsiteError, open_store, transfer
+from runner.storage.offsite import OffsiteError, comparing, open_store, restoring, surveying, tidying, uploading
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.known import Known
 from tests.fakes import FaultyDisk, Loss, PowerLoss
@@ -32,12 +32,12 @@ FIRST = next(iter(SHARDS))
 
 def uploaded(store, directory, step=500, **kind):
     manifest = commit(directory, step, **kind)
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
     return manifest
 
 
 def steps(store):
-    return [checkpoint.ref.step for checkpoint in transfer.survey(store, "job").checkpoints]
+    return [checkpoint.ref.step for checkpoint in surveying.survey(store, "job").checkpoints]
 
 
 # ---------------------------------------------------------------------------------- there and back
@@ -49,7 +49,7 @@ def test_a_checkpoint_comes_back_as_it_went(store, directory, tmp_path):
     """
     manifest, told = uploaded(store, directory), []
     there = elsewhere(tmp_path)
-    checkpoint = transfer.restore(store, "job", manifest.ref, there, lambda fraction, note: told.append(fraction))
+    checkpoint = restoring.restore(store, "job", manifest.ref, there, lambda fraction, note: told.append(fraction))
 
     assert directory.committed() == there.committed() == (checkpoint,)
     assert contents(directory, manifest.ref) == contents(there, manifest.ref)
@@ -63,7 +63,7 @@ def test_a_survey_knows_what_the_disk_knew(store, directory):
     for step, lineage in ((1000, 1), (300, 2)):
         uploaded(store, directory, step, lineage=lineage)
 
-    found = transfer.survey(store, "job")
+    found = surveying.survey(store, "job")
 
     assert directory.committed() == found.checkpoints
     assert ((), None) == (found.unusable, found.outcome)
@@ -77,9 +77,9 @@ def test_nobody_commits_to_a_run_that_is_anothers_by_now(store, directory):
     store.put(f"job/{LEASE}", json.dumps({"holder": "b", "life": "l", "fence": 2, "who": "machine b"}).encode())
 
     with pytest.raises(OffsiteError, match="another runner has this run by now: machine b") as caught:
-        transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "a"))
+        uploading.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "a"))
     before = steps(store)
-    transfer.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "b"))
+    uploading.upload(store, "job", directory, manifest.ref, ignore, (), partial(expect_ours, store, "job", "b"))
 
     assert (False, [], [500]) == (caught.value.final, before, steps(store))
 
@@ -90,7 +90,7 @@ def test_an_upload_is_safe_to_repeat(store, directory):
     """
     manifest = uploaded(store, directory)
     before = {entry.key: entry.modified_at for entry in store.list("job/")}
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
 
     assert before == {entry.key: entry.modified_at for entry in store.list("job/")}
 
@@ -102,11 +102,11 @@ def test_a_restored_checkpoint_may_be_uploaded_again(store, directory, tmp_path)
     manifest = commit(directory)
     path = directory.path(manifest.ref) / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_bytes()), indent=4))
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
     there = elsewhere(tmp_path)
-    transfer.restore(store, "job", manifest.ref, there, ignore)
+    restoring.restore(store, "job", manifest.ref, there, ignore)
 
-    transfer.upload(store, "job", there, manifest.ref, ignore)
+    uploading.upload(store, "job", there, manifest.ref, ignore)
 
     assert [500] == steps(store)
 
@@ -120,7 +120,7 @@ def test_anothers_checkpoint_under_our_name_is_an_error(store, directory):
     store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", theirs)
 
     with pytest.raises(OffsiteError, match="got another one") as caught:
-        transfer.upload(store, "job", directory, manifest.ref, ignore)
+        uploading.upload(store, "job", directory, manifest.ref, ignore)
 
     assert caught.value.final
     assert theirs == store.get(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
@@ -137,12 +137,12 @@ def test_a_spoilt_manifest_in_the_store_is_replaced_by_ours(store, directory, sp
     """
     manifest = uploaded(store, directory)
     store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", spoilt)
-    before = transfer.survey(store, "job")
+    before = surveying.survey(store, "job")
 
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
 
     assert ((), 1) == (before.checkpoints, len(before.unusable))
-    assert manifest == transfer.verify(store, "job", manifest.ref)
+    assert manifest == comparing.verify(store, "job", manifest.ref)
 
 
 class _Spoilt:
@@ -167,7 +167,7 @@ def test_another_checkpoint_that_is_spoilt_there_does_not_keep_ours_here(store, 
     manifest = commit(directory, 500, shards={**SHARDS, FIRST: b"more" * 50})
     spoilt = _Spoilt(store, f"{FOLDER}/{older.ref.name}/{MANIFEST}")
 
-    transfer.upload(spoilt, "job", directory, manifest.ref, ignore)
+    uploading.upload(spoilt, "job", directory, manifest.ref, ignore)
 
     assert spoilt._reads > 0
     assert [400, 500] == steps(store)
@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_damaged_here_does_not_go_there(store, directory):
     Disk().write_at(directory.path(manifest.ref) / FIRST, 7, b"!")
 
     with pytest.raises(OffsiteError, match="they are not stored") as caught:
-        transfer.upload(store, "job", directory, manifest.ref, ignore)
+        uploading.upload(store, "job", directory, manifest.ref, ignore)
 
     assert (True, True, []) == (caught.value.final, caught.value.damaged, steps(store))
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(store, directory):
     uploaded(store, directory, 400)
     store.put(f"{FOLDER}/step-00000500-000001f4/{FIRST}", b"half")
 
-    found = transfer.survey(store, "job")
+    found = surveying.survey(store, "job")
 
     assert ([400], ()) == ([c.ref.step for c in found.checkpoints], found.unusable)
 
@@ -202,10 +202,10 @@ def test_an_outcome_is_read_and_nonsense_is_reported(store):
     """
     A job that is over is not begun again; what cannot be read is said.
     """
-    transfer.publish(store, "job", {"outcome.json": b'{"outcome": "succeeded"}'})
-    good = transfer.survey(store, "job")
-    transfer.publish(store, "job", {"outcome.json": b"[" * 100_000})
-    bad = transfer.survey(store, "job")
+    uploading.publish(store, "job", {"outcome.json": b'{"outcome": "succeeded"}'})
+    good = surveying.survey(store, "job")
+    uploading.publish(store, "job", {"outcome.json": b"[" * 100_000})
+    bad = surveying.survey(store, "job")
 
     assert ({"outcome": "succeeded"}, ()) == (good.outcome, good.unusable)
     assert (None, ("outcome.json: expected a JSON object",)) == (bad.outcome, bad.unusable)
@@ -219,11 +219,11 @@ def test_damage_in_the_store_is_found_by_verify(store, directory):
     The same size is not enough.
     """
     manifest = uploaded(store, directory)
-    whole = transfer.verify(store, "job", manifest.ref)
+    whole = comparing.verify(store, "job", manifest.ref)
     store.put(f"{FOLDER}/{manifest.ref.name}/{FIRST}", b"ZERO" * 50)
 
     with pytest.raises(OffsiteError, match=FIRST) as caught:
-        transfer.verify(store, "job", manifest.ref)
+        comparing.verify(store, "job", manifest.ref)
 
     assert (manifest, True) == (whole, caught.value.damaged)
 
@@ -237,7 +237,7 @@ def test_damage_in_the_store_is_not_restored(store, directory, tmp_path):
     there = elsewhere(tmp_path)
 
     with pytest.raises(OffsiteError, match="chunk 0: expected crc32") as caught:
-        transfer.restore(store, "job", manifest.ref, there, ignore)
+        restoring.restore(store, "job", manifest.ref, there, ignore)
 
     assert (True, True, ()) == (caught.value.final, caught.value.damaged, there.committed())
 
@@ -248,9 +248,9 @@ def test_damage_in_the_store_is_repaired_by_an_upload(store, directory):
     """
     manifest = uploaded(store, directory)
     store.put(f"{FOLDER}/{manifest.ref.name}/{FIRST}", b"ZERO" * 50)
-    transfer.upload(store, "job", directory, manifest.ref, ignore)
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
 
-    assert manifest == transfer.verify(store, "job", manifest.ref)
+    assert manifest == comparing.verify(store, "job", manifest.ref)
 
 
 @pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b", "a"), ("n" * 300,), ("n/" * 2000 + "n",)], ids=len)
@@ -264,9 +264,9 @@ def test_a_manifest_that_no_disk_could_hold_is_damage(directory, tmp_path, paths
     (tmp_path / "file").write_bytes(b"")
     wrong = CheckpointDir(tmp_path / "file" / "checkpoints", Disk())
     with pytest.raises(OffsiteError, match="expected what can be a file here") as poisoned:
-        transfer.bring(manifest, None, elsewhere(tmp_path), ignore)
+        restoring.bring(manifest, None, elsewhere(tmp_path), ignore)
     with pytest.raises(OffsiteError, match="Not a directory") as misplaced:
-        transfer.bring(manifest, None, wrong, ignore)
+        restoring.bring(manifest, None, wrong, ignore)
 
     assert [(True, True), (True, False)] == [(e.value.final, e.value.damaged) for e in (poisoned, misplaced)]
     assert "correct checkpoint.dir" in misplaced.value.hint
@@ -282,7 +282,7 @@ def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path
     store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", dump_manifest(huge))
 
     with pytest.raises(OffsiteError, match=r"expected 1677\.8 GB free") as caught:
-        transfer.restore(store, "job", manifest.ref, elsewhere(tmp_path), ignore)
+        restoring.restore(store, "job", manifest.ref, elsewhere(tmp_path), ignore)
 
     assert (True, False) == (caught.value.final, caught.value.damaged)
     assert [] == list(elsewhere(tmp_path).root.iterdir())
@@ -349,13 +349,13 @@ def test_what_the_store_did_not_keep_gets_no_manifest(unreliable, directory, hap
     unreliable.after_put_file = lambda key: happens(unreliable, key)
 
     with pytest.raises(OffsiteError, match=says) as caught:
-        transfer.upload(unreliable, "job", directory, manifest.ref, ignore)
+        uploading.upload(unreliable, "job", directory, manifest.ref, ignore)
     first = (caught.value.final, steps(unreliable))
     unreliable.after_put_file = lambda key: None
-    transfer.upload(unreliable, "job", directory, manifest.ref, ignore)
+    uploading.upload(unreliable, "job", directory, manifest.ref, ignore)
 
     assert (False, []) == first
-    assert manifest == transfer.verify(unreliable, "job", manifest.ref)
+    assert manifest == comparing.verify(unreliable, "job", manifest.ref)
 
 
 def test_bytes_that_are_damaged_on_their_way_are_read_again(unreliable, directory, tmp_path):
@@ -367,7 +367,7 @@ def test_bytes_that_are_damaged_on_their_way_are_read_again(unreliable, director
         content.replace(b"zero", next(flips, b"zero")) if b"zero" in content else content
     )
     there = elsewhere(tmp_path)
-    transfer.restore(unreliable, "job", manifest.ref, there, ignore)
+    restoring.restore(unreliable, "job", manifest.ref, there, ignore)
 
     assert () == there.verify(manifest.ref)
 
@@ -384,7 +384,7 @@ def test_a_restore_goes_on_where_it_was_cut_short(unreliable, directory, tmp_pat
     (half / manifest.shards[1].path).write_bytes(b"longer than it should be" * 50)
     (there.root / ".tmp-restore-step-00000001-00000001").mkdir()
     leftovers, unreliable.num_reads = there.leftovers(), 0
-    transfer.restore(unreliable, "job", manifest.ref, there, ignore)
+    restoring.restore(unreliable, "job", manifest.ref, there, ignore)
 
     assert ((), 2) == (leftovers, unreliable.num_reads)  # the manifest and one chunk
     assert [manifest.ref.name] == [path.name for path in there.root.iterdir()]
@@ -398,7 +398,7 @@ def test_a_checkpoint_of_another_age_is_not_restored(store, directory, tmp_path)
     manifest = uploaded(store, directory)
 
     with pytest.raises(OffsiteError, match="expected Ref"):
-        transfer.restore(store, "job", replace(manifest.ref, lineage=9), elsewhere(tmp_path), ignore)
+        restoring.restore(store, "job", replace(manifest.ref, lineage=9), elsewhere(tmp_path), ignore)
 
 
 # --------------------------------------------------------------------------------------- hostility
@@ -448,7 +448,7 @@ def test_what_is_broken_or_hostile_in_a_store_is_named_and_passed_over(store, di
     good, bad = uploaded(store, directory, 400), uploaded(store, directory, 500)
     store.put(f"{FOLDER}/{bad.ref.name}/{MANIFEST}", spoil(json.loads(dump_manifest(bad))))
 
-    found = transfer.survey(store, "job")
+    found = surveying.survey(store, "job")
 
     assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
     assert [bad.ref.name] == [problem.partition(":")[0] for problem in found.unusable]
@@ -479,11 +479,11 @@ def test_a_bucket_full_of_manifests_that_explode_in_memory_is_looked_at_in_littl
     counting = _Counting(store)
     tracemalloc.start()
 
-    found = transfer.survey(counting, "job")
+    found = surveying.survey(counting, "job")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     before = len(counting.read)
-    again = transfer.survey(counting, "job", spoilt=found.spoilt)
+    again = surveying.survey(counting, "job", spoilt=found.spoilt)
 
     assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
     assert ["expected a manifest that takes at most 120 MiB of memory" in why for why in found.unusable] == [True] * 4
@@ -515,12 +515,12 @@ def test_a_newest_manifest_that_the_store_refuses_is_no_missing_one(store, direc
     keeping = _Keeping(store, newest.ref.name)
 
     with pytest.raises(OffsiteError) as caught:
-        transfer.survey(keeping, "job")
-    found = transfer.survey_readable(keeping, "job")
+        surveying.survey(keeping, "job")
+    found = surveying.survey_readable(keeping, "job")
 
     assert (True, False, False) == (caught.value.final, caught.value.curable, caught.value.damaged)
     assert [older.ref] == [
-        c.ref for c in transfer.survey(keeping, "job", here={newest.ref.name}).checkpoints
+        c.ref for c in surveying.survey(keeping, "job", here={newest.ref.name}).checkpoints
     ]  # nothing is behind it that this disk lacks
     assert f"{newest.ref.name}: its manifest cannot be read" in str(caught.value)
     assert "begin anew under another name" in caught.value.hint
@@ -529,9 +529,9 @@ def test_a_newest_manifest_that_the_store_refuses_is_no_missing_one(store, direc
         found.unusable,
         list(found.refused),
     )
-    assert [older.ref] == [c.ref for c in transfer.survey(keeping, "job", wanted=older.ref.name).checkpoints]
+    assert [older.ref] == [c.ref for c in surveying.survey(keeping, "job", wanted=older.ref.name).checkpoints]
     with pytest.raises(OffsiteError):
-        transfer.tidy(keeping, "job", keep_last=1)
+        tidying.tidy(keeping, "job", keep_last=1)
     assert [400, 500] == steps(store)
 
 
@@ -543,8 +543,8 @@ def test_an_older_manifest_that_the_store_refuses_is_in_nobodys_way(store, direc
     keeping = _Keeping(store, older.ref.name)
     newest = uploaded(keeping, directory, 600)
 
-    found = transfer.survey(keeping, "job")
-    removed = transfer.tidy(keeping, "job", keep_last=1)
+    found = surveying.survey(keeping, "job")
+    removed = tidying.tidy(keeping, "job", keep_last=1)
 
     assert [newer.ref, newest.ref] == [c.ref for c in found.checkpoints]
     assert [older.ref.name] == [problem.partition(":")[0] for problem in found.problems]
@@ -562,7 +562,7 @@ def test_names_that_are_none_are_not_looked_at(s3_offload, s3server, directory):
     for name in names:
         s3server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"{}")
 
-    found = transfer.survey(store, "job")
+    found = surveying.survey(store, "job")
 
     assert [good.ref] == [checkpoint.ref for checkpoint in found.checkpoints]
     assert all(problem.startswith("step-00000900") for problem in found.unusable)  # this server joins slashes
@@ -576,9 +576,9 @@ def test_tidy_keeps_the_newest(store, directory):
     Even when nothing is to be kept.
     """
     manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
-    removed = transfer.tidy(store, "job", keep_last=2)
+    removed = tidying.tidy(store, "job", keep_last=2)
     kept = steps(store)
-    transfer.tidy(store, "job", keep_last=0)
+    tidying.tidy(store, "job", keep_last=0)
 
     assert ((manifests[0].ref.name,), [200, 300], [300]) == (removed, kept, steps(store))
     assert {manifests[2].ref.name} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
@@ -589,7 +589,7 @@ def test_what_is_known_as_unusable_takes_no_place_of_a_good_one(store, directory
     A damaged newest looks whole in a listing. It is left alone, too: the fault may be of the machine that found it.
     """
     manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
-    removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[2].ref.name])
+    removed = tidying.tidy(store, "job", keep_last=1, unusable=[manifests[2].ref.name])
 
     assert ((manifests[0].ref.name,), [200, 300]) == (removed, steps(store))
 
@@ -599,7 +599,7 @@ def test_what_is_unusable_goes_with_its_age(store, directory):
     Older than all that are kept it is worth nothing, and would cost money for ever.
     """
     manifests = [uploaded(store, directory, step) for step in (100, 200, 300)]
-    removed = transfer.tidy(store, "job", keep_last=1, unusable=[manifests[0].ref.name])
+    removed = tidying.tidy(store, "job", keep_last=1, unusable=[manifests[0].ref.name])
 
     assert (tuple(m.ref.name for m in manifests[:2]), [300]) == (removed, steps(store))
 
@@ -634,16 +634,16 @@ def test_what_rotted_in_the_store_is_sent_anew_whatever_the_store_says_of_it(dir
     newer, known = commit(directory, 500, shards=large), [bad.ref.name]
     inodes = {path.name: path.stat().st_ino for path in rotten.parent.iterdir()}
 
-    believed = transfer.upload(store, "job", directory, bad.ref, ignore)
+    believed = uploading.upload(store, "job", directory, bad.ref, ignore)
     still_rotten = rotten.read_bytes()[:1]
-    copied = transfer.upload(store, "job", directory, newer.ref, ignore, known)
-    transfer.upload(store, "job", directory, bad.ref, ignore, known)
+    copied = uploading.upload(store, "job", directory, newer.ref, ignore, known)
+    uploading.upload(store, "job", directory, bad.ref, ignore, known)
 
     assert (0, b"x", 0, bytes(CHUNK_BYTES + 1)) == (believed, still_rotten, copied, rotten.read_bytes())
     anew = {path.name for path in rotten.parent.iterdir() if inodes[path.name] != path.stat().st_ino}
     assert {"frozen", MANIFEST} == anew
     for checkpoint in (bad, newer):
-        transfer.restore(store, "job", checkpoint.ref, elsewhere(tmp_path), ignore)
+        restoring.restore(store, "job", checkpoint.ref, elsewhere(tmp_path), ignore)
 
 
 def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
@@ -652,9 +652,9 @@ def test_without_a_whole_checkpoint_nothing_is_removed(store, directory):
     """
     manifest = uploaded(store, directory)
     store.delete(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
-    transfer.sweep(store, "job")
+    tidying.sweep(store, "job")
 
-    assert () == transfer.tidy(store, "job", keep_last=1)
+    assert () == tidying.tidy(store, "job", keep_last=1)
     assert len(SHARDS) == len(list(store.list("job/")))
 
 
@@ -668,7 +668,7 @@ def test_what_an_upload_left_behind_goes_with_the_next_one(store, directory):
     time.sleep(1.1)  # a server's clock ticks in seconds
     second = uploaded(store, directory, 500)
     store.put(f"{FOLDER}/{later}/shard", b"orphan")
-    transfer.sweep(store, "job")
+    tidying.sweep(store, "job")
 
     assert {first.ref.name, second.ref.name, later} == {entry.key.split("/")[2] for entry in store.list(f"{FOLDER}/")}
 
@@ -687,12 +687,12 @@ def test_uploads_of_the_dead_are_aborted(s3_offload, s3server, directory):
 
     time.sleep(1.1)  # a server's clock ticks in seconds
     manifest = uploaded(store, directory)
-    transfer.sweep(store, "job")
+    tidying.sweep(store, "job")
     client.create_multipart_upload(Bucket=BUCKET, Key=f"{store._prefix}{FOLDER}/{manifest.ref.name}/begun-twice")
     after_upload = left()
     time.sleep(1.1)
-    transfer.publish(store, "job", {transfer.OUTCOME: b"{}"})
-    transfer.close(store, "job")
+    uploading.publish(store, "job", {surveying.OUTCOME: b"{}"})
+    tidying.close(store, "job")
 
     assert ["job", "job", "other"] == after_upload
     assert ["other"] == left()
@@ -711,7 +711,7 @@ def test_a_published_file_that_has_not_changed_is_not_sent_again(s3_offload, s3s
     log.write_bytes(b"1\n")
     for notes in ("known", "known", "lost"):
         known = Known(tmp_path / notes, store)
-        transfer.publish_file(store, "job/log", log, 100, known)
+        uploading.publish_file(store, "job/log", log, 100, known)
         known.save()
 
     assert 1 == len(sent)
@@ -724,11 +724,11 @@ def test_of_a_long_log_the_end_goes_first_and_the_whole_later(store, tmp_path):
     log, known, found = tmp_path / "log", Known(tmp_path / "known", store), []
     log.write_bytes(b"first line\nlast line\n")
     for limit_bytes in (10, 100, 10):
-        transfer.publish_file(store, "job/log", log, limit_bytes, known)
+        uploading.publish_file(store, "job/log", log, limit_bytes, known)
         found.append(store.get("job/log"))
     with log.open("ab") as file:
         file.write(b"more\n")
-    transfer.publish_file(store, "job/log", log, 100, known)
+    uploading.publish_file(store, "job/log", log, 100, known)
 
     whole = b"first line\nlast line\n"
     assert [b"[the first 11 bytes are not in the store]\nlast line\n", whole, whole] == found
@@ -746,8 +746,8 @@ def test_published_files_are_there_under_the_jobs_name(store, tmp_path):
     for lines in (b"1\n", b"1\n2\n"):
         (tmp_path / "journal.jsonl").write_bytes(lines)
         for name in ("journal.jsonl", "gone.log", "unreadable.log", "large.log"):
-            transfer.publish_file(store, f"job/{name}", tmp_path / name, CHUNK_BYTES + 1, known)
-        transfer.publish(store, "job", {"status.json": b"{}"})
+            uploading.publish_file(store, f"job/{name}", tmp_path / name, CHUNK_BYTES + 1, known)
+        uploading.publish(store, "job", {"status.json": b"{}"})
 
     sizes = {entry.key: entry.size_bytes for entry in store.list("job/")}
 
@@ -769,7 +769,7 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
     root.mkdir()
     disk = FaultyDisk(root, fail_at)
     try:
-        transfer.restore(store, "job", manifest.ref, CheckpointDir(root, disk), ignore)
+        restoring.restore(store, "job", manifest.ref, CheckpointDir(root, disk), ignore)
     except PowerLoss:
         disk.lose(loss, seed=fail_at)
     else:
@@ -778,7 +778,7 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
 
     after = CheckpointDir(root, Disk())
     listed = [after.verify(checkpoint.ref) for checkpoint in after.committed()]
-    transfer.restore(store, "job", manifest.ref, after, ignore)
+    restoring.restore(store, "job", manifest.ref, after, ignore)
 
     assert [()] * len(listed) == listed
     assert contents(directory, manifest.ref) == contents(after, manifest.ref)
@@ -818,10 +818,10 @@ def test_moving_a_checkpoint_survives_being_killed_again_and_again(request, dire
 
     for _ in range(4):
         move("upload", (offload, env), directory.root, ref, kill_after_s=chance.uniform(0, 0.8))
-        for checkpoint in transfer.survey(store, "job").checkpoints:
-            transfer.verify(store, "job", checkpoint.ref)
+        for checkpoint in surveying.survey(store, "job").checkpoints:
+            comparing.verify(store, "job", checkpoint.ref)
     assert 0 == move("upload", (offload, env), directory.root, ref)
-    assert shards == {shard.path: _download(store, ref, shard) for shard in transfer.verify(store, "job", ref).shards}
+    assert shards == {shard.path: _download(store, ref, shard) for shard in comparing.verify(store, "job", ref).shards}
 
     for _ in range(4):
         move("restore", (offload, env), there.root, ref, kill_after_s=chance.uniform(0, 0.2))

@@ -20,9 +20,10 @@ from typing import Final
 from runner.errors import one_line
 from runner.storage.checksums import describe_file
 from runner.storage.disk import is_own_name
+from runner.storage.offsite.comparing import differs
 from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel, is_key
 from runner.storage.offsite.known import Known, Signature, sign, signature
-from runner.storage.offsite.transfer import Meter, Progress, differs
+from runner.storage.offsite.meter import Meter, Progress
 
 INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
 _NUM_THREADS: Final = 24  # of small files most of the time is the store's

@@ -28,9 +28,10 @@ from urllib.parse import unquote, urlsplit
 from runner.errors import one_line
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
+from runner.storage.offsite.comparing import RUN_CHUNKS
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.disks import place_of, refused
-from runner.storage.offsite.transfer import RUN_CHUNKS, Meter, Progress
+from runner.storage.offsite.meter import Meter, Progress
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
 

@@ -1,0 +1,136 @@
+"""
+Whether the bytes in a store are those of a manifest: by the store's word, where it gives one, else by
+reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Final
+
+from runner.storage.checksums import combine_chunks
+from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, agrees, by_chunk, in_parallel
+from runner.storage.offsite.surveying import damaged, key_of, read_manifest
+from vramfarm.checksum import crc32
+from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
+
+RUN_CHUNKS: Final = 8  # fetched with one request
+_NUM_THREADS: Final = 8
+_READ_ATTEMPTS: Final = 3
+
+
+def verify(
+    store: Store, job: str, ref: Ref, read: Callable[[str, int], None] = lambda _path, _num_bytes: None
+) -> Manifest:
+    """
+    The manifest of a checkpoint whose every shard has its size and checksum, as the store reports them.
+
+    `read` is called with the path and the size of each shard that was compared.
+    """
+    manifest = read_manifest(store, job, ref.name)
+    for shard in manifest.shards:
+        key = key_of(job, ref, shard)
+        if problem := differs(store, key, shard):
+            raise damaged(store, key, problem)
+        read(shard.path, shard.size_bytes)
+    return manifest
+
+
+def differs(store: Store, key: str, shard: Shard) -> str:
+    """How an object differs from a shard; empty if it is the same by size and checksum."""
+    found = store.head(key)
+    if found is None:
+        return "it is not there"
+    match agrees(found, shard):
+        case None:
+            return _read_back(store, key, shard)
+        case False:
+            return f"expected {_words(_expected_head(shard))}, got {_words(found)}"
+        case True:
+            return ""
+
+
+def differs_in_bytes(store: Store, key: str, shard: Shard) -> str:
+    """The same, whatever the store says of its checksum."""
+    found = store.head(key)
+    if found is None:
+        return "it is not there"
+    if found.size_bytes != shard.size_bytes:
+        return f"expected {shard.size_bytes} bytes, got {found.size_bytes}"
+    return _read_back(store, key, shard)
+
+
+def _read_back(store: Store, key: str, shard: Shard) -> str:
+    """For a store that confirms no checksums, or whose word is not enough."""
+
+    def is_same(run: Run) -> bool:
+        found: list[int] = []
+        for _ in by_chunk(stream_chunks(store, key, shard, run.first, run.num_chunks), found.append):
+            pass
+        return all(_is_in_store(store, key, shard, index) for index in run.differing(found))
+
+    runs = [*runs_of(shard)]
+    wrong = [run for run, same in zip(runs, in_parallel(is_same, runs, _NUM_THREADS), strict=True) if not same]
+    return f"it has other bytes at {wrong[0].first * CHUNK_BYTES} or later" if wrong else ""
+
+
+def _expected_head(shard: Shard) -> Head:
+    return Head(size_bytes=shard.size_bytes, crc32=combine_chunks(shard.checksums, shard.size_bytes))
+
+
+def _words(head: Head) -> str:
+    return f"{head.size_bytes} bytes" + ("" if head.crc32 is None else f" with crc32 {head.crc32:08x}")
+
+
+def _is_in_store(store: Store, key: str, shard: Shard, index: int) -> bool:
+    """Looked at once more: what was damaged on its way is nobody's damage."""
+    try:
+        fetch_chunk(store, key, shard, index)
+    except OffsiteError as error:
+        if error.damaged:
+            return False
+        raise
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks of a shard, one after the other, that one request brings."""
+
+    shard: Shard
+    first: int
+    num_chunks: int
+
+    def differing(self, found: list[int]) -> Iterator[int]:
+        """Which chunks have other checksums than the manifest's, or did not come at all."""
+        expected = self.shard.checksums[self.first : self.first + self.num_chunks]
+        pairs = enumerate(zip_longest(found, expected), self.first)
+        return (index for index, (is_one, ought) in pairs if is_one != ought)
+
+
+def runs_of(shard: Shard, num_chunks: int = RUN_CHUNKS) -> Iterator[Run]:
+    end = len(shard.checksums)
+    return (Run(shard, first, min(num_chunks, end - first)) for first in range(0, end, num_chunks))
+
+
+def stream_chunks(store: Store, key: str, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
+    begin = first * CHUNK_BYTES
+    return store.stream(key, begin, min(num_chunks * CHUNK_BYTES, shard.size_bytes - begin))
+
+
+def fetch_chunk(store: Store, key: str, shard: Shard, index: int) -> bytes:
+    for _ in range(_READ_ATTEMPTS):  # bytes may be damaged on their way, too
+        content = store.read(key, index * CHUNK_BYTES, chunk_size(shard, index))
+        if is_chunk(content, shard, index):
+            return content
+    raise damaged(store, key, f"chunk {index}: expected crc32 {shard.checksums[index]:08x}, got {crc32(content):08x}")
+
+
+def is_chunk(content: bytes, shard: Shard, index: int) -> bool:
+    return len(content) == chunk_size(shard, index) and crc32(content) == shard.checksums[index]
+
+
+def chunk_size(shard: Shard, index: int) -> int:
+    return min(CHUNK_BYTES, shard.size_bytes - index * CHUNK_BYTES)
