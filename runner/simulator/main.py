@@ -249,9 +249,9 @@ def _close(farm: Farm, rented: Rented) -> None:
     say(f"billed   {bill.billed_minutes} min at {bill.price_per_hour} EUR/h: {bill.cost} EUR (15 min at least)")
     if server.save is not None:
         place = farm.state / "saves" / server.save.id
-        say(f"saved    {server.save.path}: {server.save.state}, {server.save.files} files in {place}")
+        say(f"disk     kept as a save, {server.save.path}: {server.save.state}, {server.save.files} files in {place}")
     else:
-        say("saved    nothing: the disk was thrown away, as the job asked")
+        say("disk     thrown away, as the job asked: what had to outlive it is in the store")
 
 
 class _Tail:
