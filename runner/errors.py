@@ -52,7 +52,9 @@ class MachineError(RunnerError):
 
 class StoreError(RunnerError):
     exit_code = 4
-    meaning = "the store cannot be used, or a checkpoint in it broke the contract"
+    meaning = (
+        "the store cannot be used, lacks something of a run that is done, or has a checkpoint that broke the contract"
+    )
 
 
 class LockedError(RunnerError):

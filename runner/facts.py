@@ -133,6 +133,7 @@ class Conclusion:
     reason: str
     at: datetime
     attempt: int | None = None  # in the store: number of the last one before the end; None: an older runner's
+    missing: str = ""  # in the store: what of a run that succeeded is not there, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

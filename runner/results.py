@@ -180,10 +180,11 @@ def parse_checkpoint(fields: Mapping[str, Any]) -> Checkpoint:
     )
 
 
-def dump_conclusion(conclusion: Conclusion, *, attempt: int) -> dict[str, Any]:
+def dump_conclusion(conclusion: Conclusion, *, attempt: int, missing: str = "") -> dict[str, Any]:
     """`outcome.json` of the store; `parse_conclusion` reads it. `attempt`: number of the last one."""
     at = conclusion.at.isoformat()
-    return {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": at, "attempt": attempt}
+    told = {"outcome": conclusion.outcome, "reason": conclusion.reason, "at": at, "attempt": attempt}
+    return {**told, "missing": missing} if missing else told
 
 
 def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
@@ -193,6 +194,7 @@ def parse_conclusion(fields: Mapping[str, Any]) -> Conclusion | None:
             reason=one_line(str(fields["reason"])[:500]),
             at=datetime.fromisoformat(fields["at"]),
             attempt=last_attempt(fields),
+            missing=one_line(str(fields.get("missing", ""))[:500]),
         )
     return None
 

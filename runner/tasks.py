@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -58,7 +58,6 @@ Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
 
 _PIECE_BYTES: Final = 8 << 20
-_MAX_LEFT: Final = 20
 _A_FEW: Final = 4
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
@@ -450,19 +449,21 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         believe=arguments["subject"] != ALL_OUTPUTS,
     )
     names = [": ".join(one) for one in found.left]
-    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""  # noqa: PLR2004  # that are named
-    left = f"; left: {'; '.join(names[:3])}{more}" if names else ""
     missing = f"; no such folder: {', '.join(found.missing)}" if found.missing else ""
     there = f"{found.num_stored} of {found.num_files} files in the store"
+    left = _a_few(names, 3)
     return {
-        "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{left}{missing}",
-        "there": there
-        + (f"; not there: {names[0]}{f' (and {len(names) - 1} more)' * (len(names) > 1)}" if names else "")
-        + missing,
-        "left": names[:_MAX_LEFT],
+        "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{f'; left: {left}' * bool(left)}{missing}",
+        "there": f"{there}{missing}",
+        "not_there": _a_few(names, 1),
         "only_here": [path for path, _ in found.left[:3]],
         "sent_bytes": found.sent_bytes,
     }
+
+
+def _a_few(names: Sequence[str], number: int) -> str:
+    more = f" (and {len(names) - number} more)" if len(names) > number else ""
+    return f"{'; '.join(names[:number])}{more}"
 
 
 TASKS: Final[Mapping[TaskKind, Callable[[Arguments, Progress], dict[str, Any]]]] = {

@@ -65,7 +65,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_interval, time_between_failures
-from runner.policy.finish import ALL_OUTPUTS, tell_draining
+from runner.policy.finish import ALL_OUTPUTS, tell_draining, tell_missing_outputs
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
@@ -466,7 +466,8 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
     job: Job, history: History, seen: Observed, around: Surroundings, message: str, end: End | None = None
 ) -> dict[str, Any]:
     """What `status --json` prints, and what `<run>/status.json` holds. `end`: the runner's last word."""
-    outcome = history.conclusion.outcome if history.conclusion else None
+    over = history.conclusion
+    code = EXIT_CODES[over.outcome] if over else None
     every = observed_interval(seen.local, history.attempts)
     return {
         "job": job.name,
@@ -495,9 +496,9 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
         "machines": dump(tuple(spending.machine for spending in _spendings(history, seen, around)))["machines"],
         "server": around.server.id if around.server else None,
         "lease": {"state": seen.lease.state, "fence": seen.lease.fence, "who": seen.lease.who},
-        "outcome": outcome,
-        "reason": history.conclusion.reason if history.conclusion else None,
-        "exit_code": EXIT_CODES[outcome] if outcome else None,
+        "outcome": OUTCOMES[end.code] if over and end else over.outcome if over else None,
+        "reason": end.reason if over and end else over.reason if over else None,
+        "exit_code": end.code if over and end else code,
         "draining": _draining(job, history, seen),
         "afterwards": afterwards(job, around.server, end) or None if end else None,
         "message": message,
@@ -640,7 +641,7 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
         f"attempts     {_attempts(history.attempts)}{_attempts_before(history.earlier)}",
         f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
         f"weights      {_weights(job, seen)}",
-        *([f"outputs      {_outputs(seen)}"] if job.outputs else ()),
+        *([f"outputs      {_outputs(job, seen)}"] if job.outputs else ()),
     ]
     spendings = _spendings(history, seen, around)
     if any(spending.useful_s for spending in spendings):
@@ -760,14 +761,11 @@ def _weights(job: Job, seen: Observed) -> str:
     return "none were saved" if is_known else "none on this disk; what the store has is not known"
 
 
-def _outputs(seen: Observed) -> str:
-    match seen.tasks.get(TaskKind.OUTPUTS):
-        case Finished(subject=subject) as done if subject == ALL_OUTPUTS:
-            return str(done.result.get("there", "in the store"))
-        case Failed() as failed:
-            return f"not all in the store: {failed.error}"
-        case _:
-            return "not all in the store: what was written last was not copied"
+def _outputs(job: Job, seen: Observed) -> str:
+    state, missing = seen.tasks.get(TaskKind.OUTPUTS), tell_missing_outputs(job, seen)
+    if isinstance(state, Finished) and state.subject == ALL_OUTPUTS:
+        return f"{state.result.get('there', 'in the store')}{f'; not there: {missing}' * bool(missing)}"
+    return f"not all in the store: {missing}"
 
 
 def _server_end(server: Server | None, seen: Observed, end: End) -> str:

@@ -39,7 +39,7 @@ from runner.folder import RunFolder, free_bytes
 from runner.job import Job
 from runner.policy import ledger
 from runner.policy.batch import accumulation
-from runner.policy.finish import ALL_OUTPUTS
+from runner.policy.finish import ALL_OUTPUTS, tell_missing
 from runner.policy.limits import ends
 from runner.policy.preflight import share_cores
 from runner.probes.host import count_cores
@@ -115,6 +115,7 @@ class RealWorld:
         self._saves = Saves(self._job, setting.num_procs)
         self._checked = Checked(users=frozenset({*self._job.env, *self._job.secrets, *os.environ}))
         self._history = History()
+        self._seen: Observed | None = None  # between attempts, and at the end
         self._deadline_at: datetime | None = None
         self.on_deadline: Callable[[datetime], None] = lambda _: None
         self._code = source_folder(
@@ -212,6 +213,7 @@ class RealWorld:
             return replace(seen, ready=ready, last_save_s=self._time_of_a_save(seen.last_save_s))
         seen = replace(seen, only_here=self._find_only_here(opened, tasks.get(TaskKind.OUTPUTS)))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
+        self._seen = seen
         return seen
 
     def _time_of_a_save(self, of_library_s: float) -> float:
@@ -328,7 +330,10 @@ class RealWorld:
 
     def _dump_conclusion(self) -> dict[str, Any] | None:
         history = self._history
-        return dump_conclusion(history.conclusion, attempt=history.next_number - 1) if history.conclusion else None
+        if history.conclusion is None:
+            return None
+        missing = tell_missing(self._job, history, self._seen) if self._seen else ""
+        return dump_conclusion(history.conclusion, attempt=history.next_number - 1, missing=missing)
 
     def _describe_machine(self) -> Machine:
         """This machine's entry in the ledger."""

@@ -341,6 +341,19 @@ def test_status_has_what_scripts_ask_for():
     assert [identity | where] == told["checkpoints"]
 
 
+def test_status_ends_with_the_runners_last_word():
+    """
+    Training may have succeeded and the run not: outcome, reason and code are those that the process ends with.
+    """
+    end = End(code=4, stop=True, keep=True, reason="done, but not all outputs are in the store: x")
+    over = History(conclusion=replace(OVER, outcome=Outcome.SUCCEEDED))
+
+    told = [status(JOB, over, SEEN, AROUND, "", last) for last in (None, end)]
+
+    expected = [("succeeded", OVER.reason, 0), ("store", end.reason, 4)]
+    assert expected == [(one["outcome"], one["reason"], one["exit_code"]) for one in told]
+
+
 def test_status_tells_of_slow_work():
     """
     How far an upload is shows from outside.
@@ -377,8 +390,10 @@ def test_opening_and_closing_say_where_the_weights_go():
     ("state", "expected"),
     [
         pytest.param(
-            Finished(subject=ALL_OUTPUTS, at=NOW, result={"there": "9 of 10 files in the store"}),
-            "9 of 10 files in the store",
+            Finished(
+                subject=ALL_OUTPUTS, at=NOW, result={"there": "9 of 10 files in the store", "not_there": "x: too long"}
+            ),
+            "9 of 10 files in the store; not there: x: too long",
             id="all but one",
         ),
         pytest.param(
@@ -388,7 +403,7 @@ def test_opening_and_closing_say_where_the_weights_go():
         ),
         pytest.param(
             Finished(subject="so far", at=NOW, result={"there": "9 of 9 files in the store"}),
-            "not all in the store: what was written last was not copied",
+            "not all in the store: there was no time for a last copy",
             id="not at the end",
         ),
     ],

@@ -232,9 +232,10 @@ class _Submission:
 
     def _do(self, step: object) -> int | None:
         match step:
-            case Over(outcome=outcome, reason=reason):
-                hint = "; --go-on goes on" if outcome is Outcome.STOPPED else ""
-                return self._close(f"the run is over: {outcome}: {reason}{hint}", EXIT_CODES[outcome], outcome=outcome)
+            case Over(outcome=outcome, reason=reason, missing=missing):
+                more = f", but {missing}" if missing else "; --go-on goes on" if outcome is Outcome.STOPPED else ""
+                code = StoreError.exit_code if missing else EXIT_CODES[outcome]
+                return self._close(f"the run is over: {outcome}: {reason}{more}", code, outcome=outcome)
             case Refused(code=code, reason=reason):
                 error = JobError if code == JobError.exit_code else StoreError
                 hint = "mend it and submit again: with another job.yaml or other code it rents again, as with --go-on"
@@ -305,6 +306,7 @@ class _Submission:
         return Night(
             outcome=str(outcome.get("outcome") or ""),
             reason=str(outcome.get("reason") or ""),
+            missing=str(outcome.get("missing") or ""),
             rentals=rentals,
             refused=self._record.refused(),
             told_by=told_by,

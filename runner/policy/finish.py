@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from runner.facts import Conclusion, Failed, History, LeaseState, Observed, Outcome, Running, TaskKind
+from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Outcome, Running, TaskKind
 from runner.job import AtEnd, Job
 from runner.policy.actions import EXIT_CODES, LOCKED, WRONG_JOB, Action, End, Leave, Wait
 from runner.policy.house import newest_unsafe, set_aside, tidy
@@ -20,6 +20,7 @@ from runner.policy.slow import (
 )
 
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
+_NO_TIME = "there was no time"
 _DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
 
 
@@ -59,20 +60,47 @@ def after_the_end(job: Job, history: History, seen: Observed) -> Action:
     succeeded = conclusion.outcome is Outcome.SUCCEEDED
     wish = job.finish.on_success if succeeded else job.finish.on_failure
     only_here = bool(seen.local) and not is_safe(job, seen)
-    missing = succeeded and job.offload.to is not None and only_here
+    missing = tell_missing(job, history, seen)
     return End(
         code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
         stop=wish is AtEnd.STOP,
         keep=bool(seen.only_here) or only_here,
-        reason=f"{conclusion.reason}, but the store does not have it: {_why_not(seen)}"
-        if missing
-        else conclusion.reason,
+        reason=f"{conclusion.reason}, but {missing}" if missing else conclusion.reason,
     )
+
+
+def tell_missing(job: Job, history: History, seen: Observed) -> str:
+    """
+    What of a run that succeeded should be in the store and is not, and why; empty: it is all there.
+
+    A machine that comes later and does nothing has it from the one that ended the run: it must not say that all is well.
+    """
+    if job.offload.to is None or history.conclusion is None or history.conclusion.outcome is not Outcome.SUCCEEDED:
+        return ""
+    if not history.attempts and seen.concluded_elsewhere and seen.concluded_elsewhere.missing:
+        return seen.concluded_elsewhere.missing
+    if seen.local and not is_safe(job, seen):
+        return f"the store does not have it: {_why_not(seen)}"
+    outputs = tell_missing_outputs(job, seen)
+    return f"not all outputs are in the store: {outputs}" if outputs else ""
 
 
 def _why_not(seen: Observed) -> str:
     states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY, TaskKind.LEASE))
-    return next((s.error for s in states if isinstance(s, Failed)), "there was no time")
+    return next((s.error for s in states if isinstance(s, Failed)), _NO_TIME)
+
+
+def tell_missing_outputs(job: Job, seen: Observed) -> str:
+    """Which of them the last copy left, or why there was none; empty: all are in the store."""
+    match seen.tasks.get(TaskKind.OUTPUTS):
+        case _ if not job.outputs or job.offload.to is None:
+            return ""
+        case Finished(subject=subject) as done if subject == ALL_OUTPUTS:
+            return str(done.result.get("not_there", ""))
+        case Failed() as failed:
+            return failed.error
+        case _:
+            return f"{_NO_TIME} for a last copy"
 
 
 def is_safe(job: Job, seen: Observed) -> bool:

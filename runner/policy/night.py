@@ -46,6 +46,7 @@ class Night:
 
     outcome: str = ""
     reason: str = ""
+    missing: str = ""  # what of it is not in the store, though it succeeded
     rentals: tuple[RentedServer, ...] = ()  # of this run, newest first, those that are gone, too
     refused: Collection[str] = ()  # servers that were given back
     told_by: str = ""
@@ -65,10 +66,11 @@ class Night:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """There is nothing to rent for."""
+    """There is nothing to rent for. `missing`: what of it is not in the store all the same."""
 
     outcome: Outcome
     reason: str
+    missing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def decide_step(job: Job, night: Night, *, go_on: bool, rented_now: Collection[s
         return _judge(live, night)
     goes_on = (reopens and night.outcome in _CAN_GO_ON) or (night.is_raised and night.outcome == Outcome.LIMIT)
     if night.outcome in _OVER and not goes_on:
-        return Over(Outcome(night.outcome), night.reason)
+        return Over(Outcome(night.outcome), night.reason, night.missing)
     if reason := night.no_time_anew if reopens else night.no_time:
         return Over(Outcome.LIMIT, reason) if night.trained and not reopens else TooShort(reason)
     if refused := _why_in_vain(night, go_on=go_on, rented_now=rented_now):

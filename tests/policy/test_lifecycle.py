@@ -37,6 +37,7 @@ from runner.facts import (
 from runner.job import Job
 from runner.policy import ledger
 from runner.policy.actions import (
+    EXIT_CODES,
     Begin,
     Cease,
     Conclude,
@@ -53,7 +54,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.divergence import is_distrusted
-from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining
+from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining, tell_missing
 from runner.policy.house import OUTPUTS_EVERY, tidy
 from runner.policy.lifecycle import decide
 from runner.policy.slow import REFUSED_AGAIN, STORE_PATIENCE, STUCK
@@ -1422,6 +1423,39 @@ def test_outputs_go_once_more_at_the_end_before_the_stop():
     assert Begin(TaskKind.OUTPUTS, ALL_OUTPUTS) == decide(WITH_OUTPUTS, over, seen)
     done = replace(seen, tasks={**seen.tasks, TaskKind.OUTPUTS: Finished(subject=ALL_OUTPUTS, at=START)})
     assert Begin(TaskKind.PUBLISH, "stopped") == decide(WITH_OUTPUTS, over, done)
+
+
+NOT_ALL = "not all outputs are in the store: "
+COPIED = Finished(subject=ALL_OUTPUTS, at=START)
+NOT_COPIED = Failed(subject=ALL_OUTPUTS, at=START, error="refused", final=True, failures=1)
+
+
+@pytest.mark.parametrize(
+    ("state", "elsewhere", "expected"),
+    [
+        pytest.param(COPIED, "", "", id="all are there"),
+        pytest.param(replace(COPIED, result={"not_there": "x: no"}), "", f"{NOT_ALL}x: no", id="one is left"),
+        pytest.param(NOT_COPIED, "", f"{NOT_ALL}refused", id="refused"),
+        pytest.param(COPIED, f"{NOT_ALL}y", f"{NOT_ALL}y", id="left on an earlier machine"),
+    ],
+)
+@pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.LIMIT])
+def test_a_run_is_done_when_its_outputs_are_in_the_store(outcome, state, elsewhere, expected):
+    """
+    Training that ended well ends as no success where the store has not all of them: with 4 and the reason, here, and
+    for whoever asks the store. What ends otherwise keeps its code.
+    """
+    over = replace(ACCEPTED, conclusion=Conclusion(outcome=outcome, reason="done", at=START))
+    told = Finished(subject=f"{outcome}", at=START)
+    there = Conclusion(outcome=outcome, reason="done", at=START, missing=elsewhere)
+    seen = replace(training(OUTPUTS=state, PUBLISH=told), live=None, concluded_elsewhere=there)
+
+    end = decide(WITH_OUTPUTS, over, seen)
+
+    missing = expected if outcome is Outcome.SUCCEEDED else ""
+    code, reason = (4, f"done, but {missing}") if missing else (EXIT_CODES[outcome], "done")
+    assert missing == tell_missing(WITH_OUTPUTS, over, seen)
+    assert (code, reason, True) == (end.code, end.reason, end.stop)
 
 
 def test_a_machine_that_is_to_be_swapped_is_refused():
