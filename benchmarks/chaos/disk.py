@@ -11,13 +11,30 @@ COMMIT_S = 300  # of the journal: only what is synced is written meanwhile, and 
 OPTIONS = ("", "noauto_da_alloc", "data=writeback,noauto_da_alloc", "nodelalloc,data=writeback")
 
 
-class PowerDisk:
+class Folder:
+    """A disk that keeps all that was written, whoever dies."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.mkdir(parents=True)
+
+    def wipe(self) -> None:
+        """Another machine: an empty disk."""
+        for path in self.place.iterdir():
+            if path.name != "lost+found":
+                shutil.rmtree(path)
+
+    def close(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
+class PowerDisk(Folder):
     """Mounted at `place` from the first day on. What it holds when power is lost is what the kernel has sent to the device."""
 
     def __init__(self, place: Path, memory: Path, options: str = "") -> None:
-        self.place, self._memory, self._options = place, memory, options
+        super().__init__(place)
+        self._memory, self._options = memory, options
         self._number = 0
-        place.mkdir(parents=True)
         with self._image.open("wb") as file:
             file.truncate(SIZE)
         run("mkfs.ext4", "-q", "-E", "lazy_itable_init=1,lazy_journal_init=1", "-m", "0", "-J", "size=8", self._image)
@@ -41,12 +58,6 @@ class PowerDisk:
         files = [path for path in self.place.rglob("*") if path.is_file() and not path.is_symlink()]
         return dice.sample(files, dice.choice((0, 0, 1, 2)) if len(files) > 1 else 0)
 
-    def wipe(self) -> None:
-        """Another machine: an empty disk."""
-        for path in self.place.iterdir():
-            if path.name != "lost+found":
-                shutil.rmtree(path)
-
     def close(self) -> None:
         with contextlib.suppress(subprocess.CalledProcessError):
             run("umount", "-l", self.place)
@@ -59,6 +70,20 @@ class PowerDisk:
     def _mount(self) -> None:
         options = ",".join(filter(None, ("loop", f"commit={COMMIT_S}", self._options)))
         run("mount", "-o", options, self._image, self.place)
+
+
+def why_no_power(folder: Path) -> str:
+    """Why this machine mounts no loop device; empty if it does."""
+    image = Path("/dev/shm") / f"chaos-try-{os.getpid()}"
+    try:
+        PowerDisk(folder, image).close()
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except subprocess.CalledProcessError as error:
+        return " ".join(error.stderr.decode(errors="replace").split())
+    finally:
+        image.with_name(f"{image.name}-0").unlink(missing_ok=True)
+    return ""
 
 
 def run(*argv: object) -> None:
