@@ -89,17 +89,17 @@ class Round:
         library: Path,
         reference: "Reference | None",
         *,
-        has_power: bool,
+        images: Path | None,
     ) -> None:
         self.plan, self.folder, self.server, self.reference = plan, folder, server, reference
-        self.has_power = has_power
+        self.has_power = images is not None
         self.dice = random.Random(plan.seed + 1)
         self.result = Result(plan.seed, [str(blow) for blow in plan.blows])
         self.id = f"{os.getpid()}-{plan.seed}-{time.monotonic_ns()}"
         self.prefix = f"chaos-{self.id}"
         self.work = folder / "disk"
-        image = Path("/dev/shm") / f"chaos-disk-{self.id}"
-        self.disk = PowerDisk(self.work, image, plan.options) if has_power else Folder(self.work)
+        image = images / f"chaos-disk-{self.id}" if images else None
+        self.disk = PowerDisk(self.work, image, plan.options) if image else Folder(self.work)
         self.run_dir = self.work / "chaos"
         self.trace, self.orders, self.log = folder / "trace", folder / "orders", folder / "log"
         self.here = folder / "orders.here"

@@ -34,6 +34,8 @@ from benchmarks.chaos.rounds import ROOT, Reference, Round
 from tests.s3server import ACCESS_KEY, SECRET_KEY, S3Server, StartedServer
 
 JOBS_A_SERVER = 4
+SHM = Path("/dev/shm")
+IMAGE_BYTES = 400 << 20  # at most, with its copy when power is lost
 KINDS = {"rounds": "with torchrun", "fake": "without torch"}
 
 
@@ -46,7 +48,7 @@ class Scene:
     library: Path
     endpoints: list[str]
     is_fake: bool
-    has_power: bool
+    images: Path | None  # where disks are that lose power; None: they cannot
     keep: bool
 
 
@@ -57,7 +59,7 @@ def play(scene: Scene, seed: int) -> None:
     folder.mkdir()
     server = StartedServer(scene.endpoints[seed % len(scene.endpoints)], ACCESS_KEY, SECRET_KEY)
     reference = None if scene.is_fake else Reference(scene.out / "reference")
-    round_ = Round(plan(seed), folder, server, scene.library, reference, has_power=scene.has_power)
+    round_ = Round(plan(seed), folder, server, scene.library, reference, images=scene.images)
     result = round_.play()
     result.cpu_s = round(sum(os.times()[2:4]), 1)  # of those who have left their exit here
     with (scene.out / ("fake.jsonl" if scene.is_fake else "rounds.jsonl")).open("a") as file:
@@ -209,7 +211,8 @@ def main() -> int:
         for dropout in () if args.fake else (0.0, DROPOUT):
             Reference(out / "reference").make(dropout)
         endpoints = [serve(work, number, stack) for number in range(-(-args.jobs // JOBS_A_SERVER))]
-        scene = Scene(work, out, library, endpoints, args.fake, not why, args.keep)
+        images = None if why else SHM if shutil.disk_usage(SHM).free > args.jobs * IMAGE_BYTES else work
+        scene = Scene(work, out, library, endpoints, args.fake, images, args.keep)
         codes = play_all(scene, iter(range(args.seed, args.seed + args.rounds)), args.jobs, until)
     (out / "chaos.md").write_text(table(out, why))
     bad = [seed for seed, code in codes.items() if code]
