@@ -8,6 +8,7 @@ and skips nothing. Samples count when a step has consumed them, not when they we
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
@@ -24,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from vramfarm import state
 from vramfarm.state import mix
 from vramfarm.typed import StateError
 
@@ -131,6 +133,75 @@ class GlobalBatches:
         return torch.randperm(self.length, generator=generator, device="cpu")
 
 
+class SeededBatches:
+    """
+    The batches of another batch sampler, for workers: whoever fetches one draws random numbers that depend on nothing but that batch.
+
+    So a resumed run augments as the undisturbed one does, with any number of workers and whatever they fetched ahead.
+    """
+
+    def __init__(self, batches: Iterable[Any], seed: int) -> None:
+        self._batches = batches
+        self._seed = seed
+        self._begin = (0, 0, 1)
+
+    def seek(self, epoch: int, place: int, stride: int) -> None:
+        """The next iteration begins at this rank's `place` in the epoch; each batch is `stride` places behind the one before."""
+        self._begin = (epoch, place, stride)
+
+    def seed(self, number: int) -> int:
+        """Return the seed of the batch that comes as `number` of this iteration, from 0."""
+        epoch, place, stride = self._begin
+        return mix(self._seed, epoch, place + number * stride)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # where it has none, so have we
+
+    def __iter__(self) -> Iterator[_Seeded]:
+        batches = iter(self._batches)
+        return (_StatefulSeeding if is_stateful(batches) else _Seeding)(batches, self)
+
+
+class _Seeding(Iterator["_Seeded"]):
+    def __init__(self, batches: Any, of: SeededBatches) -> None:  # noqa: ANN401  # the loader's
+        self._batches, self._of, self._number = batches, of, 0
+
+    def __next__(self) -> _Seeded:
+        batch = _Seeded(next(self._batches), self._of.seed(self._number))
+        self._number += 1
+        return batch
+
+
+class _StatefulSeeding(_Seeding):
+    """The same where the batches know by themselves where they are, as torchdata's do."""
+
+    _NUMBER: Final = "vramfarm.number"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._batches.state_dict(), self._NUMBER: self._number}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        rest = dict(saved)
+        self._number = rest.pop(self._NUMBER, 0)  # a checkpoint of before has none
+        self._batches.load_state_dict(rest)
+
+
+class _Seeded:
+    """A batch's indices on their way to a worker, which gets them as they were."""
+
+    def __init__(self, indices: Any, seed: int) -> None:  # noqa: ANN401  # the sampler's
+        self._indices, self._seed = indices, seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._indices, self._seed)
+
+
+def _arrive(indices: Any, seed: int) -> Any:  # noqa: ANN401  # the sampler's
+    """In the worker, when it takes up the batch: the dataset, the transforms and collate_fn come next, and all draw from these."""
+    state.seed_host(seed)
+    return indices
+
+
 class Feed(Protocol):
     """A loader, as the Checkpointer drives it."""
 
@@ -217,12 +288,14 @@ class GlobalFeed:
         )
         self._seed, self._rank = seed, world.rank
         self._generator = torch.Generator()  # ours: starting an epoch draws from it, and must not disturb the script's
-        self._loader = _rebuild(loader, self._batches, self._generator)
-        if loader.num_workers:
-            self.note = "exact; random numbers drawn in the loader's workers begin anew"
+        self._seeded = SeededBatches(self._batches, seed)
+        self._loader = _rebuild(loader, self._seeded if loader.num_workers else self._batches, self._generator)
+        if not getattr(loader, "in_order", True):
+            self.note = "exact; in order, for a position that a resume can go on from"
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         self._batches.seek(position.epoch, position.cursor)
+        self._seeded.seek(position.epoch, position.cursor + self._rank, self._batches.global_batch)
         self._generator.manual_seed(
             mix(self._seed, position.epoch, position.cursor, self._rank)
         )  # seeds the workers, too
@@ -253,12 +326,13 @@ _KEPT: Final = (
     "worker_init_fn",
     "multiprocessing_context",
     "prefetch_factor",
-    "in_order",
 )
 
 
-def _rebuild(loader: DataLoader[Any], batches: GlobalBatches, generator: torch.Generator) -> DataLoader[Any]:
-    kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}  # torch 2.5 has no in_order
+def _rebuild(
+    loader: DataLoader[Any], batches: GlobalBatches | SeededBatches, generator: torch.Generator
+) -> DataLoader[Any]:
+    kept = {name: getattr(loader, name) for name in _KEPT}
     kept["persistent_workers"] = loader.persistent_workers and not _has_epochs(loader.dataset)
     return DataLoader(loader.dataset, batch_sampler=batches, generator=generator, **kept)
 
@@ -267,8 +341,10 @@ class SkippingFeed:
     """Anything else that can be iterated: gone through from the epoch's beginning, batch by batch."""
 
     def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
-        self.note = "by skipping batches: the loader must give the same ones again"
+        self.note = "by skipping batches: the loader must give the same ones again" + _drawn_anew(loader, again=True)
         self._loader = loader
+        self._batched = _fetched_by_workers(loader)
+        self._seeded = SeededBatches(self._batched.batch_sampler, seed) if self._batched else None
         self._world = world
         self._seed = seed
         self._own = (world.rank,) if _draws_alone(loader) else ()
@@ -279,22 +355,40 @@ class SkippingFeed:
             set_epoch(thing, position.epoch)
         if isinstance(self._loader, DataLoader) and _has_epochs(self._loader.dataset):
             self._loader._iterator = None  # noqa: SLF001  # persistent workers have a copy that was told of another epoch
-        skip = self._num_to_skip(position)
-        with torch.random.fork_rng(devices=[]):  # a sampler that draws from torch's generator draws the same again
-            torch.default_generator.manual_seed(
-                mix(self._seed, position.epoch, *self._own)
-            )  # not the cards': nobody would put them back
+        skip, ahead = self._plan(position)
+        with state.other_rng(mix(self._seed, position.epoch, *self._own)), self._seeding(position.epoch):
+            _draw_as_a_start_does(_inner(self._loader))
             batches = iter(self._loader)
-            first = list(_take(batches, skip + 1))[skip:]
+            first = list(_take(batches, ahead))[skip:]
         yield from first
         yield from batches
 
-    def _num_to_skip(self, position: Position) -> int:
-        """The first epoch after a resume may have been begun by another number of ranks."""
+    @contextlib.contextmanager
+    def _seeding(self, epoch: int) -> Iterator[None]:
+        """Meanwhile an iteration of the loader begins, with batches that have seeds; for others who use it, it stays as it is."""
+        if self._batched is None or self._seeded is None:
+            yield
+            return
+        self._seeded.seek(epoch, self._world.rank, self._world.size)
+        own = self._batched.batch_sampler
+        object.__setattr__(self._batched, "batch_sampler", self._seeded)  # the loader itself refuses it
+        try:
+            yield
+        finally:
+            object.__setattr__(self._batched, "batch_sampler", own)
+
+    def _plan(self, position: Position) -> tuple[int, int]:
+        """
+        Return how many batches to skip, and how many to take while other random numbers are drawn.
+
+        That is the first, with which samplers draw the order of an epoch, and all that are skipped: later ones draw
+        the script's own numbers, as if nothing had been skipped. The first epoch after a resume may have been begun by
+        another number of ranks.
+        """
         saved, self._saved = self._saved, None
         if saved is not None:
             position.batches = position.batches * saved.world_size // self._world.size
-        return position.batches
+        return position.batches, max(position.batches, 1)
 
     def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the batch knows
         return batch_length(batch) * self._world.size
@@ -316,20 +410,50 @@ class StatefulFeed(SkippingFeed):
     def __init__(self, loader: Any, world: World, seed: int, saved: Saved | None) -> None:  # noqa: ANN401  # duck-typed
         super().__init__(loader, world, seed, saved)
         self._stateful = loader
-        self.note = "by the loader's own state"
+        self.note = "by the loader's own state" + _drawn_anew(loader, again=False)
         self._restored = saved is not None and saved.loader_state is not None
         if saved is not None and saved.loader_state is not None:
             loader.load_state_dict(saved.loader_state)
         elif saved is not None:
             self.note = "by skipping batches: the loader's own state belongs to another number of ranks"
 
-    def _num_to_skip(self, position: Position) -> int:
+    def _plan(self, position: Position) -> tuple[int, int]:
         restored, self._restored = self._restored, False
-        skip = super()._num_to_skip(position)
-        return 0 if restored else skip
+        skip, ahead = super()._plan(position)
+        return (0, int(skip == 0 or _draws_alone(self._loader))) if restored else (skip, ahead)
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed
         return self._stateful.state_dict()
+
+
+def _inner(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
+    """Return the loader that does the work: accelerate has it in one of its own."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _draw_as_a_start_does(loader: Any) -> None:  # noqa: ANN401  # duck-typed
+    """Workers that stay get no new seed, for which a start draws a number. Without that their epochs would have other orders than a resume's."""
+    if getattr(loader, "_iterator", None) is not None:
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=getattr(loader, "generator", None))
+
+
+def _fetched_by_workers(loader: Any) -> DataLoader[Any] | None:  # noqa: ANN401  # duck-typed
+    """Return the loader whose workers are told what to fetch, batch by batch; None where they find it by themselves, or there are none."""
+    inner = _inner(loader)
+    if not isinstance(inner, DataLoader) or not inner.num_workers or isinstance(inner.dataset, IterableDataset):
+        return None
+    return None if inner.batch_sampler is None or is_stateful(inner.batch_sampler) else inner
+
+
+def _drawn_anew(loader: Any, *, again: bool) -> str:  # noqa: ANN401  # duck-typed
+    """Say where workers that have no seed of ours draw other numbers after a resume: `again`, they begin with the epoch's first batch."""
+    inner = _inner(loader)
+    if inner is not loader and not inner.num_workers:
+        return "; random numbers for the first batch are drawn anew"  # it is fetched one batch ahead
+    if not isinstance(inner, DataLoader) or not inner.num_workers or _fetched_by_workers(loader):
+        return ""
+    same = again and not inner.persistent_workers and inner.generator is None
+    return "" if same else "; random numbers drawn in its workers begin anew"
 
 
 def _draws_alone(loader: Any) -> bool:  # noqa: ANN401  # duck-typed

@@ -8,6 +8,7 @@ optimizer state is read: torch would make a fake step to have some.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random  # noqa: TID251  # the script's own generator is part of its state
 import zlib
@@ -519,11 +520,16 @@ def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anythi
 
 def collect_rng() -> dict[str, Any]:
     """Return the state of every generator that a script uses by default on this rank."""
+    state = _collect_host_rng()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _collect_host_rng() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := typed.numpy_module()) is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
@@ -543,6 +549,25 @@ def reseed(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(mixed)
     if (numpy := typed.numpy_module()) is not None:
         numpy.random.seed(mixed % 2**32)
+
+
+def seed_host(seed: int) -> None:
+    """Seed what is drawn from on the processor. Not the cards': torch notes such a wish with a stack trace, in a loader's worker for each batch."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if (numpy := typed.numpy_module()) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def other_rng(seed: int) -> Iterator[None]:
+    """Draw other random numbers for a while; on the cards nothing changes, since nobody would put them back."""
+    before = _collect_host_rng()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        apply_rng(before)
 
 
 def mix(*numbers: int) -> int:
