@@ -59,6 +59,8 @@ Arguments = Mapping[str, Any]
 
 _PIECE_BYTES: Final = 8 << 20
 _A_FEW: Final = 4
+_MAX_FOLLOWED: Final = 1000  # places; files in others are taken for missing, and a disk is kept for nothing
+_SHOWN: Final = 150  # of each end of a line about one file
 _SAY_EVERY_S: Final = 0.5
 _LEASE_TIMEOUTS_S: Final = (3.0, 6.0)  # one answer that hangs, and its repetitions, must not cost the lease
 
@@ -436,15 +438,23 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 
 def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
+    from runner.job import Job
     from runner.policy.finish import ALL_OUTPUTS
+    from runner.storage.offsite.links import Places
     from runner.storage.offsite.outputs import copy_outputs
 
+    job = Job.model_validate(arguments["spec"])
     progress(0.0, "looking for what changed")
     found = copy_outputs(
         _store(arguments),
         arguments["job"],
-        [Path(folder) for folder in arguments["outputs"]],
-        Path(arguments["run_dir"]),
+        [Path(folder) for folder in job.outputs],
+        Places(
+            run_dir=Path(arguments["run_dir"]),
+            checkpoint_dir=Path(arguments["checkpoint_dir"]),
+            workspace=Path(job.finish.save_folder),
+            data=tuple(Path(item.to) for item in job.data),
+        ),
         progress,
         believe=arguments["subject"] != ALL_OUTPUTS,
     )
@@ -457,11 +467,13 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         "there": f"{there}{missing}",
         "not_there": _a_few(names, 1),
         "only_here": [path for path, _ in found.left[:3]],
+        "followed": found.followed[:_MAX_FOLLOWED],
         "sent_bytes": found.sent_bytes,
     }
 
 
 def _a_few(names: Sequence[str], number: int) -> str:
+    names = [f"{name[:_SHOWN]} … {name[-_SHOWN:]}" if len(name) > 2 * _SHOWN else name for name in names]
     more = f" (and {len(names) - number} more)" if len(names) > number else ""
     return f"{'; '.join(names[:number])}{more}"
 

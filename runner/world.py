@@ -47,7 +47,7 @@ from runner.probes.unsaved import find_unsaved
 from runner.results import Checked, LeaseView, StoreView, dump_conclusion
 from runner.sight import AttemptSight, HangWatch, Logs, Saves
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk, write_durable
+from runner.storage.disk import Disk, is_own_name, write_durable
 from runner.storage.offsite import dump_place
 from runner.storage.offsite.staging import is_staged
 from runner.supervise import attempt as attempts
@@ -246,9 +246,8 @@ class RealWorld:
     def _find_only_here(self, since: datetime, outputs: TaskState) -> tuple[str, ...]:
         """Looked for once after each attempt, and when the outputs are in the store: it reads a whole tree."""
         is_all = isinstance(outputs, Finished) and outputs.subject == ALL_OUTPUTS
-        left: tuple[str, ...] = (
-            tuple(outputs.result.get("only_here", ())) if isinstance(outputs, Finished) and is_all else ()
-        )
+        told = outputs.result if isinstance(outputs, Finished) and is_all else {}
+        left: tuple[str, ...] = tuple(told.get("only_here", ()))
         if self._only_here is None or (is_all, left) != self._saved:
             self._saved = (is_all, left)
             self._only_here = left + find_unsaved(
@@ -256,8 +255,9 @@ class RealWorld:
                 run_dir=self._folder.root,
                 checkpoint_dir=self.checkpoints.root,
                 since=since,
-                outputs=tuple(map(Path, self._job.outputs)),
+                outputs=tuple(map(Path, (*self._job.outputs, *told.get("followed", ())))),
                 are_saved=is_all,
+                is_nothing=is_own_name,
             )
         return self._only_here
 
@@ -311,7 +311,6 @@ class RealWorld:
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
             "setup": list(setting.job.setup),
             "setup_timeout_s": setting.job.setup_timeout.total_seconds(),
-            "outputs": list(setting.job.outputs),
             "boot_id": self._boot_id,
             "withhold": sorted(setting.withhold),
             "runner": os.getpid(),

@@ -10,6 +10,7 @@ import argparse
 import base64
 import binascii
 import json
+import os
 import re
 import shlex
 import ssl
@@ -286,9 +287,10 @@ def _homeless(job: Job, root: Node) -> Iterator[Problem]:
 
 def _not_its_own(job: Job, root: Node) -> Iterator[Problem]:
     """The runner's records change all the time, and checkpoints go to the store by themselves."""
-    for output in map(PurePosixPath, job.outputs):
+    for output in job.outputs:
         for what, place in (("run folder", job.run_dir), ("checkpoints", job.checkpoint_dir)):
-            if place.is_relative_to(output) or (what == "checkpoints" and output.is_relative_to(place)):
+            folder, own = (PurePosixPath(os.path.realpath(path)) for path in (output, place))
+            if own.is_relative_to(folder) or (what == "checkpoints" and folder.is_relative_to(own)):
                 found = f"outputs: {output}: expected a folder of the script's own, found one of the {what} ({place})"
                 yield Problem(_line(root, "outputs"), f"{found}; name the folders that the script writes")
                 break

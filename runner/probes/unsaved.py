@@ -6,10 +6,11 @@ Whoever asks keeps the folder when in doubt; a folder kept for nothing costs lit
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -56,13 +57,15 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     since: datetime,
     outputs: Sequence[Path] = (),
     are_saved: bool = False,
+    is_nothing: Callable[[str], bool] = lambda _: False,
 ) -> tuple[str, ...]:
     """
     Return a few files below `folder` that were written since, and are neither the run's own
     records nor checkpoints (whose copies are compared one by one). What a script saves beside the
-    checkpoints counts like all else, and what cannot be read. Never follows a link.
+    checkpoints counts like all else, and what cannot be read, but no file whose name `is_nothing`. Never follows a link.
 
-    What is in `outputs`, wherever these are or lead to, is missed however old it is, unless they `are_saved`.
+    What is in `outputs`, wherever these are or lead to, is missed however old it is, unless they `are_saved`; and so is
+    a link there that leads to something: the copy may go there, and says what it left.
     """
     outputs = tuple(dict.fromkeys((*outputs, *(_real(place) for place in outputs))))
     ours = {run_dir / form.format(name) for name in _OURS for form in _FORMS}
@@ -71,7 +74,7 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     apart = [] if are_saved else [place for place in outputs if not place.is_relative_to(folder)]
     found = []
     for number, (path, entry) in enumerate(
-        chain.from_iterable(_files(place, ours, outputs) for place in (folder, *apart))
+        chain.from_iterable(_files(place, ours, outputs, is_nothing) for place in (folder, *apart))
     ):
         name = one_line(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
         if number >= _MAX_ENTRIES:
@@ -109,12 +112,14 @@ def _checkpoints(directory: Path) -> Iterator[Path]:
 def has_files(folder: Path) -> bool:
     """Whether anything but the guardian's record is there; also true when that cannot be told."""
     try:
-        return next(_files(folder, {folder / ".vramfarm"}, ()), None) is not None
+        return next(_files(folder, {folder / ".vramfarm"}), None) is not None
     except OSError:
         return True
 
 
-def _files(folder: Path, ours: set[Path], outputs: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result | None]]:
+def _files(
+    folder: Path, ours: set[Path], outputs: Sequence[Path] = (), is_nothing: Callable[[str], bool] = lambda _: False
+) -> Iterator[tuple[Path, os.stat_result | None]]:
     """None: it cannot be told what is there. What is made again is passed over, unless a job wants it."""
     waiting = [folder]
     while waiting:
@@ -130,7 +135,9 @@ def _files(folder: Path, ours: set[Path], outputs: Sequence[Path]) -> Iterator[t
                 continue
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(path)
-            else:
+            elif entry.is_symlink() and path not in outputs and _is_in(path, outputs):  # those are looked at themselves
+                yield from _led_to(path)
+            elif not is_nothing(entry.name):
                 yield from _alone(path)
 
 
@@ -147,6 +154,20 @@ def _alone(path: Path) -> Iterator[tuple[Path, os.stat_result | None]]:
         yield path, status
     elif stat.S_ISDIR(status.st_mode):
         yield path, None
+
+
+def _led_to(link: Path) -> Iterator[tuple[Path, os.stat_result | None]]:
+    """A link that leads to a file or a folder, by its own name; nothing of one that leads nowhere."""
+    try:
+        mode = link.stat().st_mode
+    except (FileNotFoundError, RuntimeError):
+        return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            yield link, None
+        return
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        yield link, link.lstat()
 
 
 def _fetched_at(path: Path, run_dir: Path) -> float:

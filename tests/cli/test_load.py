@@ -429,6 +429,20 @@ def test_outputs_are_the_scripts_own_folders(tmp_path, output, what):
         load_job(str(tmp_path / "job.yaml"), {"VRAMFARM_WORKSPACE": "/w"})
 
 
+@pytest.mark.parametrize(
+    ("target", "what"), [("", "run folder"), ("n", "run folder"), ("n/checkpoints", "checkpoints")]
+)
+def test_a_link_to_the_runners_own_folders_is_no_output(tmp_path, target, what):
+    """
+    It is what it leads to.
+    """
+    (tmp_path / "w" / "n" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "w" / "o").symlink_to(tmp_path / "w" / target)
+    (tmp_path / "job.yaml").write_text("command: t\nname: n\noffload: {to: s3://b}\noutputs: ['{workspace}/o']")
+    with pytest.raises(JobError, match=f"job.yaml:4: outputs: .*/w/o: expected .* found one of the {what}"):
+        load_job(str(tmp_path / "job.yaml"), {"VRAMFARM_WORKSPACE": str(tmp_path / "w")})
+
+
 def test_a_value_is_not_filled_twice():
     """
     What was put in is not searched again: a folder called `{name}` stays one.

@@ -1,6 +1,7 @@
 """Data on its way in and outputs on their way out: against a folder and a real S3 server."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,13 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from runner.job import OffloadPolicy
+from runner import tasks
+from runner.facts import Finished, Observed, TaskKind
+from runner.job import Job, OffloadPolicy
+from runner.policy.finish import ALL_OUTPUTS, tell_missing_outputs
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk, is_own_name, own_path
-from runner.storage.offsite import OffsiteError, open_store
+from runner.storage.offsite import OffsiteError, dump_place, open_store
 from runner.storage.offsite.contract import Entry
 from runner.storage.offsite.file import FileStore
+from runner.storage.offsite.links import Places
 from runner.storage.offsite.outputs import INDEX, copy_outputs
 from runner.storage.offsite.staging import Item, _expect_apart, _File, _Pieces, is_staged, stage
 from tests.faultproxy import FaultProxy
@@ -26,6 +31,7 @@ from tests.storage.examples import ODD_NAMES
 from tests.storage.moving import ignore
 from vramfarm.protocol import CHUNK_BYTES
 
+THEN = datetime(2026, 1, 1, tzinfo=UTC)
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(1, 4)) + b"tail"
 CORPUS = {"train/0.bin": LARGE, "train/1.bin": b"small", "empty": b""}
 
@@ -534,6 +540,16 @@ def board(tmp_path):
     return folder
 
 
+def places(tmp_path):
+    """Of a run in the workspace `tmp_path`."""
+    return Places(
+        run_dir=tmp_path / "run",
+        checkpoint_dir=tmp_path / "run" / "checkpoints",
+        workspace=tmp_path,
+        data=(tmp_path / "corpus",),
+    )
+
+
 def there(store):
     return {
         entry.key.removeprefix("job/outputs/"): store.read(entry.key, 0, entry.size_bytes)
@@ -545,10 +561,10 @@ def test_outputs_are_copied_and_only_what_changed(store, board, tmp_path):
     """
     Again and again; with its notes a copy costs no question for a file that is there.
     """
-    first = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    first = copy_outputs(store, "job", [board], places(tmp_path), ignore)
     (board / "run-1" / "events").write_bytes(b"12")
-    second = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
-    third = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    second = copy_outputs(store, "job", [board], places(tmp_path), ignore)
+    third = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
     assert (6, 2, 0) == (first.sent_bytes, second.sent_bytes, third.sent_bytes)
     assert {"tensorboard/run-1/events": b"12", "tensorboard/notes.txt": b"notes"} == there(store)
@@ -559,11 +575,11 @@ def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store,
     """
     What counts is what the store has, not what was sent once.
     """
-    copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    copy_outputs(store, "job", [board], places(tmp_path), ignore)
     store.delete("job/outputs/tensorboard/notes.txt")
-    after_loss = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    after_loss = copy_outputs(store, "job", [board], places(tmp_path), ignore)
     (tmp_path / "run" / INDEX).write_bytes(b"\xff torn")
-    anew = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    anew = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
     assert (5, 0) == (after_loss.sent_bytes, anew.sent_bytes)
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
@@ -580,30 +596,31 @@ def test_what_was_confirmed_is_believed_while_it_trains_and_asked_for_at_the_end
     """
     A list of a hundred thousand files is too much every few minutes; what somebody removed there goes again with the last copy.
     """
-    store, run_dir = FileStore(tmp_path / "store", Disk()), tmp_path / "run"
+    store = FileStore(tmp_path / "store", Disk())
     for path in (board / "notes.txt", board / "run-1" / "events"):
         os.utime(path, (1, 1))  # what is very young is noted by the next copy only
-    first = copy_outputs(store, "job", [board], run_dir, ignore, believe=True)
+    first = copy_outputs(store, "job", [board], places(tmp_path), ignore, believe=True)
     store.delete("job/outputs/tensorboard/notes.txt")
     (board / "run-1" / "events").write_bytes(b"12")
-    believing = copy_outputs(Unlisted(tmp_path / "store", Disk()), "job", [board], run_dir, ignore, believe=True)
-    last = copy_outputs(store, "job", [board], run_dir, ignore)
+    believing = copy_outputs(
+        Unlisted(tmp_path / "store", Disk()), "job", [board], places(tmp_path), ignore, believe=True
+    )
+    last = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
     assert (6, 2, 5) == (first.sent_bytes, believing.sent_bytes, last.sent_bytes)
     assert {"tensorboard/run-1/events": b"12", "tensorboard/notes.txt": b"notes"} == there(store)
 
 
-def test_what_cannot_be_copied_is_told(store, board, tmp_path):
+def test_a_folder_that_is_not_there_is_named_and_names_of_ours_are_nobodys_work(store, board, tmp_path):
     """
-    Names that the store cannot have; links lead elsewhere and are no files. A folder that is not there is named.
+    Such a one has what a copy of ours left unfinished.
     """
     (board / own_path(Path("x"), "guard").name).write_bytes(b"")
-    (board / "link").symlink_to("/etc/passwd")
-    found = copy_outputs(store, "job", [board, tmp_path / "not-there"], tmp_path / "run", ignore)
+    found = copy_outputs(store, "job", [board, tmp_path / "not-there"], places(tmp_path), ignore)
 
-    assert ((f"{board}/{own_path(Path('x'), 'guard').name}", "a name that cannot be a key"),) == found.left
+    assert () == found.left
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
-    assert (3, 2, (f"{tmp_path}/not-there",)) == (found.num_files, found.num_stored, found.missing)
+    assert (2, 2, (f"{tmp_path}/not-there",)) == (found.num_files, found.num_stored, found.missing)
 
 
 def test_a_folder_that_cannot_be_read_is_no_empty_one(board, tmp_path):
@@ -612,7 +629,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(board, tmp_path):
     """
     store, begun = FileStore(tmp_path / "store", Disk()), datetime.now(UTC) + timedelta(days=1)
     deep = make_deep(board)
-    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
     missed = find_unsaved(board, run_dir=tmp_path / "run", checkpoint_dir=tmp_path / "none", since=begun)
 
     assert (2, 2, 1) == (found.num_files, found.num_stored, len(found.left))
@@ -643,7 +660,7 @@ def test_a_file_that_the_store_refuses_costs_only_itself(store, board, tmp_path)
     (board / "z").write_bytes(b"last")
     if isinstance(store, FileStore):
         store.put(f"job/outputs/tensorboard/a/{'n' * 200}", b"a file")
-    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
     assert [str(long)] == [path for path, _ in found.left]
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt", "tensorboard/z"} <= set(there(store))
@@ -654,7 +671,7 @@ def test_an_output_may_be_a_file(store, board, tmp_path):
     """
     Whoever names one means it.
     """
-    found = copy_outputs(store, "job", [board / "notes.txt"], tmp_path / "run", ignore)
+    found = copy_outputs(store, "job", [board / "notes.txt"], places(tmp_path), ignore)
 
     assert ({"notes.txt": b"notes"}, 1, ()) == (there(store), found.num_stored, found.missing)
 
@@ -675,7 +692,134 @@ def test_a_file_that_vanishes_meanwhile_costs_only_itself(board, tmp_path):
     store = Vanishing(tmp_path / "store", Disk())
     (board / "a" / "tmp").parent.mkdir()
     (board / "a" / "tmp").write_bytes(b"t")
-    found = copy_outputs(store, "job", [board], tmp_path / "run", ignore)
+    found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
-    assert ((f"{board}/a/tmp", "it is being written"),) == found.left
+    assert (2, 2, ()) == (found.num_files, found.num_stored, found.left), "what is gone is nobody's"
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
+
+
+class Written(FileStore):
+    """While a file is about to be sent somebody goes on writing to it, so many times."""
+
+    times = 1
+
+    def put_file(self, key, path, shard, sent):
+        if path.name == "events" and self.times:
+            self.times -= 1
+            with path.open("ab") as file:
+                file.write(b"more")
+        super().put_file(key, path, shard, sent)
+
+
+@pytest.mark.parametrize(("times", "left"), [(1, ()), (9, ("it is being written",))], ids=["a last line", "no end"])
+def test_the_last_copy_waits_a_moment_for_what_is_written(board, tmp_path, times, left):
+    """
+    Nobody should write any more; who does so for long is told of. While it trains, the next copy is soon.
+    """
+    store = Written(tmp_path / "store", Disk())
+    store.times = times
+    found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
+    (board / "run-1" / "events").write_bytes(b"anew")
+    store.times = 1
+    now = copy_outputs(store, "job", [board], places(tmp_path), ignore, believe=True)
+
+    assert left == tuple(why for _, why in found.left)
+    assert ["it is being written"] == [why for _, why in now.left]
+
+
+def test_what_a_link_in_outputs_stands_for_is_copied_once(store, board, tmp_path):
+    """
+    Files and folders of the script's, wherever in the workspace: under the link's name. What is copied anyway, or
+    came from a store, is not copied again; a link that leads nowhere, or in a circle, holds nothing.
+    """
+    real = tmp_path / "real"
+    (real / "deep").mkdir(parents=True)
+    (real / "deep" / "model").write_bytes(b"model")
+    (tmp_path / "corpus").mkdir()
+    links = {
+        "run-2": real,
+        "the-same": real / "deep",
+        "latest": board / "run-1",
+        "words": tmp_path / "corpus",
+        "gone": tmp_path / "none",
+        "circle": board / "circle",
+        "pipe": "/dev/null",
+    }
+    for name, target in links.items():
+        (board / name).symlink_to(target)
+    (real / "deep" / "up").symlink_to(real)
+    expected = {"tensorboard/run-1/events", "tensorboard/notes.txt", "tensorboard/run-2/deep/model"}
+    found = [copy_outputs(store, "job", [board], places(tmp_path), ignore) for _ in range(2)]
+
+    assert [(), ()] == [one.left for one in found]
+    assert expected == set(there(store))
+    assert [(str(real),)] * 2 == [one.followed for one in found]
+    assert [3, 3] == [one.num_stored for one in found]
+
+
+def test_what_the_task_leaves_is_what_the_end_goes_by(board, tmp_path):
+    """
+    Its answer, as JSON, tells decision and summary which file is not there, and what need not be missed.
+    """
+    fields = {"command": "x", "outputs": [str(board)], "offload": {"to": f"file://{tmp_path}/store"}}
+    job = Job.model_validate({**fields, "finish": {"save_folder": str(tmp_path)}})
+    (board / "big").symlink_to("/etc")
+    (tmp_path / "real").mkdir()
+    (board / "near").symlink_to(tmp_path / "real")
+    arguments = {
+        "subject": ALL_OUTPUTS,
+        "job": "job",
+        "spec": job.model_dump(mode="json", by_alias=True),
+        "place": dump_place(job.offload),
+        "run_dir": str(tmp_path / "run"),
+        "checkpoint_dir": str(tmp_path / "run" / "checkpoints"),
+    }
+    told = json.loads(json.dumps(tasks.outputs(arguments, ignore)))
+    seen = Observed(
+        now=THEN, boot_id="b", life="l", tasks={TaskKind.OUTPUTS: Finished(subject=ALL_OUTPUTS, at=THEN, result=told)}
+    )
+
+    missing = f"{board}/big: a link to /etc, out of {tmp_path}: name that place in outputs"
+    assert missing == tell_missing_outputs(job, seen)
+    assert ([f"{board}/big"], [f"{tmp_path}/real"]) == (told["only_here"], told["followed"])
+    assert told["there"] == "2 of 2 files in the store"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("{outside}", "out of {workspace}: name that place in outputs"),
+        ("{workspace}", "which has the run folder in it"),
+        ("{workspace}/run", "which has the run folder in it"),
+        ("{workspace}/run/checkpoints/step-1", "checkpoints go to the store by themselves"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [False, True], ids=["inside", "named"])
+def test_a_link_that_is_not_followed_is_told_and_missed(tmp_path, place, words, is_named):
+    """
+    Out of the workspace, and to what the runner has there: also where it is made while the job runs.
+    """
+    workspace, outside = tmp_path / "w", tmp_path / "outside"
+    known, board = places(workspace), workspace / "board"
+    for folder in (workspace / "run" / "checkpoints" / "step-1", outside, board):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x")
+    link = workspace / "link" if is_named else board / "link"
+    link.symlink_to(place.format(workspace=workspace, outside=outside))
+    store, folders = FileStore(tmp_path / "store", Disk()), [board, link] if is_named else [board]
+    found = copy_outputs(store, "job", folders, known, ignore)
+    missed = find_unsaved(
+        workspace,
+        run_dir=known.run_dir,
+        checkpoint_dir=known.checkpoint_dir,
+        since=datetime.now(UTC) + timedelta(days=1),
+        outputs=[board],
+    )
+
+    if is_named and place == "{outside}":
+        assert {"board/file": b"x", "link/file": b"x"} == there(store), "whoever names a place means it"
+        return
+    assert [str(link)] == [path for path, _ in found.left]
+    assert found.left[0][1].endswith(words.format(workspace=workspace))
+    assert {"board/file": b"x"} == there(store)
+    assert is_named or ["board/file", "board/link"] == sorted(missed)

@@ -9,6 +9,7 @@ that cannot be read: all others go. What was left is told, and does not count as
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,16 @@ from runner.errors import one_line
 from runner.storage.checksums import describe_file
 from runner.storage.disk import is_own_name
 from runner.storage.offsite.comparing import differs
-from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel, is_key
+from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel
 from runner.storage.offsite.known import Known, Signature, sign, signature
+from runner.storage.offsite.links import Links, Places
 from runner.storage.offsite.meter import Meter, Progress
 
 INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
 _NUM_THREADS: Final = 24  # of small files most of the time is the store's
 _MAX_FILES: Final = 200_000
+_LAST_TRIES: Final = 3  # of what is being written, though nobody should write any more
+_PAUSE_S: Final = 1.0
 _TICK_NS: Final = 50_000_000  # more than the step of any file system's clock that we know
 
 
@@ -38,6 +42,7 @@ class Copied:
     sent_bytes: int
     left: tuple[tuple[str, str], ...]  # what is not there, and why: files, and folders that cannot be read
     missing: tuple[str, ...]  # folders that do not exist
+    followed: tuple[str, ...] = ()  # places beside these folders that were copied because links lead there
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +53,18 @@ class _File:
 
 
 def copy_outputs(  # noqa: PLR0913  # called once
-    store: Store, job: str, folders: Sequence[Path], run_dir: Path, progress: Progress, *, believe: bool = False
+    store: Store, job: str, folders: Sequence[Path], places: Places, progress: Progress, *, believe: bool = False
 ) -> Copied:
     """
     Copy what the store does not have; may be killed at any moment and called again.
 
-    `believe`: what was confirmed is there still. Else the store is asked for a list, which of many files takes minutes.
+    `believe`: what was confirmed is there still, and what is being written is for the next time. Else it is the last
+    copy: the store is asked for a list, which of many files takes minutes, and a moment is waited for what is written.
     """
-    copying, num_files, changed = _Copying(store, job, run_dir / INDEX, believe=believe), 0, list[_File]()
+    copying, links = _Copying(store, job, places.run_dir / INDEX, believe=believe), Links(folders, places)
+    num_files, changed = 0, list[_File]()
     for folder in folders:
-        for file in _files(folder, f"{job}/outputs/{folder.name}", copying.leave):
+        for file in _files(folder, f"{job}/outputs/{folder.name}", links, copying.leave):
             num_files += 1
             if not copying.is_there(file):
                 changed.append(file)
@@ -70,34 +77,47 @@ def copy_outputs(  # noqa: PLR0913  # called once
 
     try:
         in_parallel(copy, changed, _NUM_THREADS)
+        for _ in range(0 if believe else _LAST_TRIES):
+            copying.copy_written(_PAUSE_S)
     finally:
         copying.known.save()
+    for file in copying.written:
+        copying.leave(Path(file.path), "it is being written")
+    num_files -= copying.num_gone
     return Copied(
         num_files=num_files,
         num_stored=num_files - (len(copying.left) - num_unread),
         sent_bytes=copying.sent_bytes,
         left=tuple(copying.left),
         missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # Path.exists raises where it may not look
+        followed=tuple(links.followed),
     )
 
 
 Leave = Callable[[Path, str], None]
 
 
-def _files(folder: Path, prefix: str, leave: Leave) -> Iterator[_File]:
-    """Plain files, each looked at once; a link leads who knows where. A folder that cannot be read is left: it may be full."""
-    if os.path.isfile(folder):  # noqa: PTH113  # the same
-        yield _File(prefix, str(folder), signature(folder))
+def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_File]:
+    """Plain files, each looked at once, and what links stand for. A folder that cannot be read is left: it may be full."""
+    if why := links.why_not_outputs(folder):
+        leave(folder, why)
         return
-    number, below = 0, [""]
+    if os.path.isfile(folder):  # noqa: PTH113  # the same
+        real = os.path.realpath(folder)
+        yield _File(prefix, real, signature(Path(real)))
+        return
+    number, below = 0, [(str(folder), prefix)]
     while below:
-        inside = below.pop()
-        for entry in _entries(f"{folder}{inside}", leave):
-            if _is_folder(entry):
-                below.append(f"{inside}/{entry.name}")
-            elif was := _look(entry, leave):
+        place, key = below.pop()
+        for entry in _entries(place, leave):
+            if is_own_name(entry.name):
+                continue
+            path, is_folder = _lead(entry, links, leave)
+            if is_folder:
+                below.append((path, f"{key}/{entry.name}"))
+            elif path and (was := _look(path, leave)):
                 number += 1
-                yield _File(f"{prefix}{inside}/{entry.name}", entry.path, was)
+                yield _File(f"{key}/{entry.name}", path, was)
         if number > _MAX_FILES:
             raise OffsiteError(
                 f"outputs: {folder}: expected at most {_MAX_FILES} files",
@@ -115,20 +135,26 @@ def _entries(folder: str, leave: Leave) -> list[os.DirEntry[str]]:
         return []
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Some file systems tell it only to who may look at it; what is wrong is said by `_look`."""
+def _lead(entry: os.DirEntry[str], links: Links, leave: Leave) -> tuple[str, bool]:
+    """What is copied for it, and whether that is a folder. Some file systems tell only who may look; `_look` says what is wrong."""
     with suppress(OSError):
-        return entry.is_dir(follow_symlinks=False)
-    return False
+        if not entry.is_symlink():
+            return entry.path, entry.is_dir(follow_symlinks=False)
+        place, why = links.follow(entry.path)
+        if why:
+            leave(Path(entry.path), why)
+        return place, bool(place) and os.path.isdir(place)  # noqa: PTH112  # one of many
+    return entry.path, False
 
 
-def _look(entry: os.DirEntry[str], leave: Leave) -> Signature:
+def _look(path: str, leave: Leave) -> Signature:
     """Empty: no plain file."""
     try:
-        return sign(entry.stat(follow_symlinks=False)) if entry.is_file(follow_symlinks=False) else ()
+        found = os.lstat(path)
     except OSError as error:
         _leave_unread(error, leave)
         return ()
+    return sign(found) if stat.S_ISREG(found.st_mode) else ()
 
 
 def _leave_unread(error: OSError, leave: Leave) -> None:
@@ -145,7 +171,8 @@ class _Copying:
         )
         self._is_compared = store.probe().checksums is not Checksums.NONE
         self._lock = threading.Lock()
-        self.sent_bytes = 0
+        self.sent_bytes = self.num_gone = 0
+        self.written: list[_File] = []  # to meanwhile
         self.left: list[tuple[str, str]] = []
 
     def is_there(self, file: _File) -> bool:
@@ -155,22 +182,35 @@ class _Copying:
     def copy(self, file: _File) -> None:
         path = Path(file.path)
         before = signature(path)
-        if not is_key(file.key) or is_own_name(path.name):
-            self.leave(path, "a name that cannot be a key")
-            return
         try:
             self._bring(file.key, path)
+        except FileNotFoundError:
+            self._wait_for(file)
         except OSError as error:
             self.leave(path, error.strerror or "cannot be read")
         except OffsiteError as error:
             if error.of_object:
                 self.leave(path, f"the store refuses it: {error}")
             elif error.damaged or before != signature(path):
-                self.leave(path, "it is being written")
+                self._wait_for(file)
             else:
                 raise
         else:
-            self._note(file.key, path, before)
+            self._note(file, path, before)
+
+    def copy_written(self, pause_s: float) -> None:
+        """Once more what was being written."""
+        written, self.written = self.written, []
+        if written:
+            time.sleep(pause_s)
+            in_parallel(self.copy, written, _NUM_THREADS)
+
+    def _wait_for(self, file: _File) -> None:
+        with self._lock:
+            if signature(Path(file.path)):
+                self.written.append(file)
+            else:  # what is gone is nobody's any more
+                self.num_gone += 1
 
     def _bring(self, key: str, path: Path) -> None:
         shard = describe_file(path, "output")
@@ -187,11 +227,11 @@ class _Copying:
         with self._lock:
             self.sent_bytes += shard.size_bytes
 
-    def _note(self, key: str, path: Path, before: Signature) -> None:
+    def _note(self, file: _File, path: Path, before: Signature) -> None:
         if before != signature(path):
-            self.leave(path, "it is being written")
+            self._wait_for(file)
         elif before[1] < time.time_ns() - _TICK_NS:  # a younger one may change and keep its time: ask next time
-            self.known.note(key, before)
+            self.known.note(file.key, before)
 
     def leave(self, path: Path, why: str) -> None:
         with self._lock:
