@@ -62,7 +62,7 @@ def find_unsaved(  # noqa: PLR0913  # all by name
     """
     Return a few files below `folder` that were written since, and are neither the run's own
     records nor checkpoints (whose copies are compared one by one). What a script saves beside the
-    checkpoints counts like all else, and what cannot be read, but no file whose name `is_nothing`. Never follows a link.
+    checkpoints counts like all else, and what cannot be read, but nothing under a name that `is_nothing`. Never follows a link.
 
     What is in `outputs`, wherever these are or lead to, is missed however old it is, unless they `are_saved`; and so is
     a link there that leads to something: the copy may go there, and says what it left.
@@ -131,13 +131,14 @@ def _files(
             continue
         for entry in entries:
             path = Path(entry.path)
-            if path in ours or (entry.name in _MADE_AGAIN and not _is_wanted(path, outputs)):
+            is_made_again = entry.name in _MADE_AGAIN and not _is_wanted(path, outputs)
+            if path in ours or is_made_again or is_nothing(entry.name):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(path)
             elif entry.is_symlink() and path not in outputs and _is_in(path, outputs):  # those are looked at themselves
                 yield from _led_to(path)
-            elif not is_nothing(entry.name):
+            else:
                 yield from _alone(path)
 
 

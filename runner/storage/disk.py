@@ -192,8 +192,11 @@ def own_path(path: Path, ending: str) -> Path:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether `own_path` may have given this name to a file: nothing else is stored under such a one."""
-    return _OWN.fullmatch(name) is not None
+    """
+    Whether `own_path` may have given this name to a file, or, of a path, one to a part of it. What is under such a one
+    is what a copy left unfinished: nobody's data, and no output.
+    """
+    return ".vramfarm-" in name and any(_OWN.fullmatch(part) for part in name.split("/"))
 
 
 LINK: Final = "expected a folder, got a link"

@@ -9,6 +9,7 @@ from runner import publishing
 from runner.cli.refusal import REFUSAL
 from runner.folder import RunFolder
 from runner.probes.unsaved import find_unsaved, has_files
+from runner.storage.disk import is_own_name, own_path
 from runner.storage.offsite import outputs
 
 THEN = datetime.now(UTC) - timedelta(hours=1)
@@ -124,6 +125,19 @@ def test_outputs_are_missed_wherever_they_lead(tmp_path, kind):
     )
 
     assert [file] == [work / one for one in found]
+
+
+def test_names_of_ours_are_nobodys_work(tmp_path):
+    """
+    A copy that was killed keeps no server.
+    """
+    put(own_path(tmp_path / "corpus" / "words", "abc.part"))
+
+    found = find_unsaved(
+        tmp_path, run_dir=tmp_path / "job", checkpoint_dir=tmp_path / "job/c", since=THEN, is_nothing=is_own_name
+    )
+
+    assert () == found
 
 
 def test_links_are_not_followed(tmp_path):

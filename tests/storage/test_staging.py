@@ -227,6 +227,26 @@ def test_a_file_that_is_a_folder_too_and_a_name_of_ours_are_refused(origin, tmp_
     assert (True, True, []) == (both.value.final, own.value.final, origin.reads)
 
 
+def test_names_of_ours_are_nobodys_data(origin, tmp_path):
+    """
+    What an unfinished copy left at the source is passed over, a folder that is called so, too; it is no single file, either.
+    """
+    ours = own_path(Path("x"), "part").name
+    origin.fill(tmp_path, {"set/1": b"1"})
+    if isinstance(origin.open_at(origin.offload.to), FileStore):
+        (tmp_path / "origin" / "set" / "deep" / ours).mkdir(parents=True)
+        for left in (f"set/{ours}", f"set/deep/{ours}/2"):
+            (tmp_path / "origin" / left).write_bytes(b"half")
+    else:
+        origin.fill(tmp_path, {f"set/{ours}": b"half", f"set/deep/{ours}/2": b"half"})
+    found = origin.stage(Item(source=f"{origin.offload.to}/set", to=f"{tmp_path}/data/set"))
+    with pytest.raises(OffsiteError, match=r"found a name of this tool's own") as single:
+        origin.stage(Item(source=f"{origin.offload.to}/set/{ours}", to=f"{tmp_path}/b/"))
+
+    assert ({"set/1": b"1"}, 1) == (contents(tmp_path / "data"), found.num_files)
+    assert single.value.final
+
+
 def test_two_places_that_are_one_are_told(request, tmp_path):
     """
     Folders may be links, and some disks take `A` for `a`: what came later would stand for both.

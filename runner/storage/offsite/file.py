@@ -199,7 +199,7 @@ class FileStore:
                 links = [name for name in folders if Path(folder, name).is_symlink()]
                 for name in (*names, *links):
                     key = (place / name).as_posix()
-                    if key.startswith(prefix) and not is_own_name(name):
+                    if key.startswith(prefix) and not is_own_name(key):
                         yield from self._entry(key, left_out)
 
     def _entry(self, key: str, left_out: LeftOut) -> Iterator[Entry]:
@@ -265,7 +265,7 @@ class FileStore:
         self._disk.sync(target.parent)
 
     def _path(self, key: str) -> Path:
-        if not is_key(key) or is_own_name(key.rpartition("/")[2]):
+        if not is_key(key) or is_own_name(key):
             what = f"{self.address}: expected a plain relative path for a key, got {key!r}"
             raise OffsiteError(what, final=True, of_object=True)
         expect_no_link(self._root, key)

@@ -139,7 +139,8 @@ def _find(item: Item, open_at: Callable[[str], Store], mark: str) -> Iterator[_F
         yield _single(item, address, open_at, mark)
         return
     store, number, strays = open_at(address), 0, list[str]()
-    for number, entry in enumerate(store.list("", strays.append), 1):  # noqa: B007  # used below
+    entries = (entry for entry in store.list("", strays.append) if not is_own_name(entry.key))
+    for number, entry in enumerate(entries, 1):  # noqa: B007  # used below
         if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in entry.key.split("/")):
             strays.append(f"{entry.key} (too long)")
         yield _File(
@@ -170,6 +171,12 @@ def _is_local_file(address: str) -> bool:
 
 def _single(item: Item, address: str, open_at: Callable[[str], Store], mark: str) -> _File:
     parent, _, name = address.rpartition("/")
+    if is_own_name(name):
+        raise OffsiteError(
+            f"data: expected files at {item.source}, found a name of this tool's own, as an unfinished copy has it",
+            hint="name what was to be copied in data.from, or rename it there",
+            final=True,
+        )
     store = open_at(parent) if not parent.endswith(("/", ":")) else None
     strays: list[str] = []
     found = [entry for entry in store.list(name, strays.append) if entry.key == name] if store else []
