@@ -9,6 +9,7 @@ gets through. So bodies are handed over as files, and leave block by block.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import threading
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, cast
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
-from botocore.loaders import Loader
+from botocore.loaders import JSONFileLoader, Loader
 
 from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
 from runner.storage.offsite.cures import DAMAGED, misconfigured
@@ -98,7 +99,22 @@ def _ends_here(model: Any, context: dict[str, Any], **_: Any) -> None:  # noqa: 
         context["s3_redirect"] = {**context.get("s3_redirect", {}), "redirected": True}
 
 
+class _Files(JSONFileLoader):  # type: ignore[misc]  # without types
+    def load_file(self, file_path: str) -> Any:  # noqa: ANN401  # JSON
+        """Botocore's descriptions are kept to the end: looking through them for garbage, again and again, takes longer than reading them."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().load_file(file_path)
+        finally:
+            gc.freeze()
+            if collects:
+                gc.enable()
+
+
 class _Loader(Loader):
+    FILE_LOADER_CLASS = _Files
+
     """Botocore's own looks into the folders of all its four hundred services for the name of one; and each session has another."""
 
     def list_available_services(self, type_name: str) -> list[str]:
