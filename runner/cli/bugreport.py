@@ -10,7 +10,6 @@ import tempfile
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -66,9 +65,13 @@ def _lines(error: BaseException) -> Iterable[str]:
 
 def _version(package: str) -> str:
     try:
+        from importlib import metadata  # noqa: PLC0415  # slow, and most commands have nothing to report
+
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
+    except ImportError:
         return "missing"
+    except OSError:
+        return "unknown"  # what is reported may be that no file can be opened
 
 
 def _hide(text: str, env: Mapping[str, str]) -> str:

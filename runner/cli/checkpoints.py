@@ -22,14 +22,12 @@ from runner.cli.shelves import (
     find_place,
     first_whole,
 )
-from runner.cli.status import read_status
 from runner.cli.stores import Address, StoredRun, open_run
+from runner.committed import Checkpoint
 from runner.errors import JobError, RunnerError, StoreError
-from runner.facts import Checkpoint
-from runner.job import parse_size
+from runner.figures import size, span
 from runner.storage.checkpoints import RESTORING, CheckpointDir
 from runner.storage.disk import Disk
-from runner.words import size, span
 from vramfarm.protocol import Ref
 
 if TYPE_CHECKING:
@@ -161,6 +159,8 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _known(run_dir: Path | None) -> list[Mapping[str, Any]]:
     """Checkpoints that the run's status says are in the store."""
+    from runner.cli.status import read_status  # noqa: PLC0415  # slow
+
     if run_dir is None:
         return []
     try:
@@ -278,6 +278,7 @@ def _bring(directory: CheckpointDir, candidate: Candidate) -> Checkpoint:
 
 def _export(args: argparse.Namespace) -> int:
     """Exit 0 only if the whole model is there, durably, and every byte of it was what the manifest says."""
+    from runner.job import parse_size  # noqa: PLC0415  # slow
     from runner.storage.export import Wish  # noqa: PLC0415  # slow
 
     try:

@@ -19,6 +19,7 @@ from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import RunnerError
 from runner.facts import Checkpoint, Conclusion, Finished, History, Machine, Observed, Running, TaskKind
+from runner.figures import span
 from runner.folder import RunFolder
 from runner.job import Job
 from runner.policy.actions import Accept, Action, Begin, Conclude, Discard, End, GoOn, Launch, Prune, RecordExit, Wait
@@ -31,7 +32,7 @@ from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.supervise import attempt as attempts
-from runner.words import describe, span
+from runner.words import describe
 
 _MOST_STEPS: Final = 20  # an honest foresight is short; a loop of it would be a fault
 _FAR: Final = datetime.max.replace(tzinfo=UTC) - timedelta(

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from runner.cli.load import JOB_VARIABLE, LoadedJob, add_job, load_job, named_job
+from runner.cli.load import LoadedJob, load_job
+from runner.cli.naming import JOB_VARIABLE, add_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import refuse_planned
 from runner.errors import JobError, LockedError, MachineError

@@ -6,7 +6,6 @@ Names of secrets stay names here: nothing in this module reads a secret's value.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import binascii
 import json
@@ -30,6 +29,7 @@ from pydantic import ValidationError
 from runner.cli.complaints import complaints
 from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
+from runner.cli.naming import JOB_VARIABLE, STDIN
 from runner.cli.stores import read_object
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
@@ -38,8 +38,6 @@ from runner.job import ArchiveSource, Job, PathSource
 MAX_BYTES: Final = 1 << 20
 _UTF16: Final = frozenset({b"\xff\xfe", b"\xfe\xff"})
 FETCH_TIMEOUT_S: Final = 30.0
-STDIN: Final = "-"
-JOB_VARIABLE: Final = "RUNNER_JOB"
 
 _PLACEHOLDER: Final = re.compile(r"\{[A-Za-z_]+\}")
 _KNOWN: Final = ("{workspace}", "{name}", "{date}", "{config_dir}")
@@ -60,21 +58,6 @@ class LoadedJob:
     workspace: Path
     date: str  # what `{date}` became
     identity: Mapping[str, Any] | None = None  # of a job that is taken from its run folder
-
-
-def add_job(parser: argparse.ArgumentParser, *, default: str = "") -> None:
-    """JOB, in both ways that people type it."""
-    parser.add_argument(
-        "job", metavar="JOB", nargs="?", help=f"path of job.yaml, - or an https:// or s3:// address{default}"
-    )
-    parser.add_argument("--config", metavar="JOB", help="the same")
-
-
-def named_job(args: argparse.Namespace) -> str | None:
-    if args.job and args.config and args.job != args.config:
-        raise JobError(f"expected one job, found two: {args.job} and {args.config}")
-    named: str | None = args.config or args.job
-    return named
 
 
 def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:

@@ -29,7 +29,8 @@ from runner.adapters.providers import PROVIDERS, SECRETS, find_server, with_secr
 from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.rented import rented
 from runner.adapters.secrets import FOLDER, find_values
-from runner.cli.load import STDIN, LoadedJob, load_accepted, load_job, place_of
+from runner.cli.load import LoadedJob, load_accepted, load_job, place_of
+from runner.cli.naming import STDIN
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import record_refusal
 from runner.cli.rental import prove

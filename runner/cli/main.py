@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import gc
 import os
 import shutil
 import sys
@@ -95,7 +96,7 @@ def _dispatch(arguments: list[str]) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
         _parser().error(f"{name}: no such command; {meant}")
-    command = cast("Command", import_module(f"runner.cli.{name}"))
+    command = _load(name)
     if name in _READ_THEIR_OWN:
         return command.run(argparse.Namespace(rest=arguments[1:]))
     parser = argparse.ArgumentParser(
@@ -103,6 +104,16 @@ def _dispatch(arguments: list[str]) -> int:
     )
     command.configure(parser)
     return command.run(parser.parse_args(arguments[1:]))
+
+
+def _load(name: str) -> Command:
+    """What a command imports stays to its end. To look through it for garbage, meanwhile and ever after, takes a tenth of its start."""
+    gc.disable()
+    try:
+        return cast("Command", import_module(f"runner.cli.{name}"))
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

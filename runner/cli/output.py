@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 
 from runner.cli.streams import plain, speaking
 from runner.errors import JobError
-from runner.words import span
+from runner.figures import span
 
 _SAY_EVERY_S: Final = 5.0  # into a file
 _DRAW_EVERY_S: Final = 0.1  # on a terminal

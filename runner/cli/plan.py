@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from runner.cli.estimate import Asked, estimate
 from runner.cli.foresee import foresee
-from runner.cli.load import LoadedJob, add_job, load_job, named_job
+from runner.cli.load import LoadedJob, load_job
+from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planpage import page
 from runner.errors import JobError, MachineError

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from runner.cli.output import table
+from runner.figures import size, span
 from runner.policy.fleet import strategy_name
 from runner.policy.planning import GB, Strategy
-from runner.words import size, span
 
 _WIDTH: Final = 80
 _LABEL: Final = 11

@@ -12,8 +12,9 @@ from typing import Final
 
 from runner.adapters.providers import with_secrets
 from runner.adapters.rented import rented
-from runner.cli.load import add_job, load_job, named_job
+from runner.cli.load import load_job
 from runner.cli.loop import find_out, find_wrong
+from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
 from runner.facts import Finding, Preflight, Severity, Verdict
 from runner.policy.limits import deadline

@@ -10,11 +10,12 @@ from typing import Any, Final, assert_never
 
 from runner.adapters.frameworks import get_framework
 from runner.facts import Attempt, Checkpoint, History, Observed, Server
+from runner.figures import size, span
 from runner.job import Job
 from runner.policy.limits import ends
 from runner.policy.money import billed, tariff_of
 from runner.policy.rehearsal import Check, Mark, Result, crash_costs_s
-from runner.words import size, span, tell_cadence, tell_end
+from runner.words import tell_cadence, tell_end
 
 _WIDTH: Final = 10
 _SHORT_S: Final = 10.0

@@ -32,7 +32,8 @@ from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
 from runner.adapters.rented import rented
 from runner.adapters.secrets import FOLDER, find_values
-from runner.cli.load import LoadedJob, add_job, load_job, named_job, place_of
+from runner.cli.load import LoadedJob, load_job, place_of
+from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rehearsal_eye import LOG, Eye

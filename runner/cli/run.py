@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-from runner.adapters.providers import find_server
-from runner.cli.load import JOB_VARIABLE, STDIN, add_job, named_job
+from runner.cli.naming import JOB_VARIABLE, STDIN, add_job, named_job
 from runner.errors import JobError
 
 _GUARDIAN: Final = Path(__file__).resolve().parents[1] / "guardian.py"
@@ -70,6 +69,8 @@ def _order(env: Mapping[str, str]) -> str:
     On a rented server and in a container the same command line comes back with every
     restart; only what is typed there, and elsewhere all, is a new order each time.
     """
+    from runner.adapters.providers import find_server  # noqa: PLC0415  # slow, and most orders are none
+
     server = find_server(env)
     if is_typed():
         return uuid.uuid4().hex

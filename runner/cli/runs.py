@@ -6,13 +6,15 @@ import argparse
 import fcntl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
-from runner.cli.load import load_job
-from runner.cli.stores import Address, address_of, is_address
+from runner.addresses import is_address
+from runner.cli.stores import Address, address_of
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
-from runner.job import Job
+
+if TYPE_CHECKING:
+    from runner.job import Job
 
 STATUS: Final = "status.json"
 LOCK: Final = "lock"
@@ -48,7 +50,7 @@ def find_run(which: str | None, env: Mapping[str, str]) -> Path:
         return _newest(workspace)
     path = Path(which)
     if path.is_file():
-        return _of_job(load_job(which, env).job, workspace)
+        return _of_job(_read_job(which, env), workspace)
     candidates = (path.absolute(), workspace / which)
     return next((folder for folder in candidates if is_run(folder)), None) or _missing(which, workspace)
 
@@ -59,7 +61,7 @@ def find_in_store(which: str | None, env: Mapping[str, str]) -> Address | None:
         return None
     if is_address(which):
         return Address(which)
-    job = load_job(which, env).job
+    job = _read_job(which, env)
     return address_of(job) if job.offload.to and not is_run(Path(job.run_dir)) else None
 
 
@@ -69,7 +71,7 @@ def expect_in_store(which: str, env: Mapping[str, str]) -> Address:
         return Address(which)
     if not Path(which).is_file():
         raise JobError(f"{which}: expected s3:// or file:// of a run or a checkpoint, or a job.yaml")
-    job = load_job(which, env).job
+    job = _read_job(which, env)
     if job.offload.to is None:
         raise JobError(f"{which}: expected a job with a store (offload.to), found none")
     return address_of(job)
@@ -96,6 +98,12 @@ def runs_in(folder: Path) -> list[Path]:
         return sorted(run for run in folder.iterdir() if run.is_dir() and is_run(run))
     except OSError:
         return []
+
+
+def _read_job(which: str, env: Mapping[str, str]) -> Job:
+    from runner.cli.load import load_job  # noqa: PLC0415  # a tenth of a second, which who names a run or an address need not wait
+
+    return load_job(which, env).job
 
 
 def _newest(workspace: Path) -> Path:

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from runner.facts import CardPulse
+from runner.figures import size, span
 from runner.supervise.logs import Line
-from runner.words import size, span
 
 BEGINS: Final = "attempt"  # the stream of a line that nobody printed: an attempt begins here
 _KEYS: Final = "q detach (the run goes on)  0-9 one rank  l launcher  a all ranks  space hold"

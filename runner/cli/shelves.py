@@ -17,8 +17,8 @@ from runner.cli.output import note
 from runner.cli.runs import find_in_store, find_run, is_run, runs_in
 from runner.cli.stores import Address, StoredRun, open_run
 from runner.cli.workspace import workspace_of
+from runner.committed import Checkpoint
 from runner.errors import JobError, StoreError
-from runner.facts import Checkpoint
 from runner.storage.checkpoints import FOLDER, CheckpointDir, checkpoints_of
 from runner.storage.disk import Disk
 from vramfarm.protocol import DAMAGED, MANIFEST, ProtocolError, Ref, is_name, parse_manifest

@@ -18,8 +18,8 @@ from runner.cli.runs import STATUS, add_run, find_in_store, find_run, is_alive
 from runner.cli.stores import Address, read_small
 from runner.errors import JobError, StoreError, in_plain
 from runner.facts import LeaseState, Verdict
+from runner.figures import span
 from runner.supervise.process import find
-from runner.words import span
 from vramfarm.protocol import Env
 
 Status = Mapping[str, Any]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runner.adapters.secrets import with_store_keys
+from runner.addresses import split_address
 from runner.errors import JobError, StoreError
-from runner.job import Job, OffloadPolicy, split_address
 
 if TYPE_CHECKING:
+    from runner.job import Job
     from runner.storage.offsite import Abilities, Store
+    from runner.storage.offsite.contract import Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Address:
     """
 
     text: str
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    offload: Where | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -35,10 +37,6 @@ class StoredRun:
     store: Store
     job: str
     checkpoint: str = ""
-
-
-def is_address(text: str) -> bool:
-    return text.startswith(("s3://", "file://"))
 
 
 def address_of(job: Job) -> Address:
@@ -62,7 +60,7 @@ def read_object(address: str, limit_bytes: int) -> bytes:
     folder, _, name = address.rpartition("/")
     if folder in {"s3:/", "s3:", "file:/"} or not name:
         raise JobError(f"{address}: expected s3://bucket/path/job.yaml")
-    found = _open(folder, OffloadPolicy()).get(name, limit_bytes=limit_bytes)
+    found = _open(folder).get(name, limit_bytes=limit_bytes)
     if found is None:
         raise JobError(f"{address}: expected an object, found none")
     return found
@@ -80,7 +78,8 @@ def read_small(address: Address, name: str) -> bytes:
     return found
 
 
-def _open(where: str, offload: OffloadPolicy, abilities: Abilities | None = None) -> Store:
-    from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
+def _open(where: str, offload: Where | None = None, abilities: Abilities | None = None) -> Store:
+    from runner.storage.offsite import dump_place, open_store, parse_place  # noqa: PLC0415  # slow
 
-    return open_store(offload.model_copy(update={"to": where}), with_store_keys(os.environ), abilities)
+    place = parse_place({**(dump_place(offload) if offload else {}), "to": where})
+    return open_store(place, with_store_keys(os.environ), abilities)

@@ -30,7 +30,8 @@ from runner.adapters.providers.contract import Keep
 from runner.adapters.providers.http import make_send
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.dates import DATE_VARIABLE
-from runner.cli.load import JOB_VARIABLE, LoadedJob, add_job, load_job, named_job, place_of
+from runner.cli.load import LoadedJob, load_job, place_of
+from runner.cli.naming import JOB_VARIABLE, add_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import REFUSAL, digest

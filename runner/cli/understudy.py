@@ -7,7 +7,7 @@ import os
 import signal
 
 from runner.cli import run as real
-from runner.cli.load import STDIN
+from runner.cli.naming import STDIN
 from runner.errors import LeftError
 from runner.supervise.process import end_with_parent
 

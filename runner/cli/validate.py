@@ -17,12 +17,14 @@ from runner.adapters.launchers import Launch, check_command, check_first_word, s
 from runner.adapters.providers import PROVIDERS
 from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.secrets import FOLDER, find_values
-from runner.cli.load import CHECK_IT, LoadedJob, add_job, load_job, named_job, place_of
+from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
+from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
 from runner.cli.planned import check_framework, planned
 from runner.cli.script import check_script
 from runner.errors import JobError
 from runner.facts import ServerState
+from runner.figures import size, span
 from runner.job import (
     ArchiveSource,
     AtEnd,
@@ -37,7 +39,6 @@ from runner.job import (
 )
 from runner.policy.limits import next_time
 from runner.policy.resume import is_elsewhere
-from runner.words import size, span
 
 _VARIABLE: Final = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")

@@ -7,11 +7,12 @@ from html import escape
 from itertools import groupby
 from typing import Final
 
+from runner.figures import span
 from runner.policy.goodput import goodput
 from runner.report.model import Report, Sample
 from runner.report.plots import COLOURS, Curve, line_plot, timeline
 from runner.report.text import clock, describe_attempt, describe_money, headline, last_step
-from runner.words import describe_goodput, span
+from runner.words import describe_goodput
 
 _LONG_S: Final = 2 * 3600.0  # from there on an axis is in hours
 _STYLE: Final = """

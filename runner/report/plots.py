@@ -10,8 +10,8 @@ from html import escape
 from typing import Final
 
 from runner.facts import Attempt
+from runner.figures import span
 from runner.policy.goodput import Share, Spending
-from runner.words import span
 
 Point = tuple[float, float]
 

@@ -7,9 +7,10 @@ from datetime import datetime
 from decimal import Decimal
 
 from runner.facts import Attempt
+from runner.figures import span
 from runner.policy.goodput import Share, Spending, useful_cost
 from runner.report.model import Report
-from runner.words import describe_goodput, span
+from runner.words import describe_goodput
 
 
 def text(report: Report) -> Iterator[str]:

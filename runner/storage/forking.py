@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from runner.addresses import split_address
 from runner.errors import JobError, StoreError
 from runner.facts import Checkpoint
-from runner.job import split_address
 from runner.storage.checkpoints import FOLDER, ORIGIN, CheckpointDir, checkpoints_of
 from runner.storage.disk import Disk
 from runner.storage.export import HereSource

@@ -99,7 +99,7 @@ def _ends_here(model: Any, context: dict[str, Any], **_: Any) -> None:  # noqa: 
         context["s3_redirect"] = {**context.get("s3_redirect", {}), "redirected": True}
 
 
-class _Files(JSONFileLoader):  # type: ignore[misc]  # without types
+class _Files(JSONFileLoader):
     def load_file(self, file_path: str) -> Any:  # noqa: ANN401  # JSON
         """Botocore's descriptions are kept to the end: looking through them for garbage, again and again, takes longer than reading them."""
         collects = gc.isenabled()

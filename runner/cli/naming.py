@@ -1,0 +1,26 @@
+"""Which job a command is about, as it was typed. Apart from the reading of it: `run` only passes it on."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from runner.errors import JobError
+
+STDIN: Final = "-"
+JOB_VARIABLE: Final = "RUNNER_JOB"
+
+
+def add_job(parser: argparse.ArgumentParser, *, default: str = "") -> None:
+    """JOB, in both ways that people type it."""
+    parser.add_argument(
+        "job", metavar="JOB", nargs="?", help=f"path of job.yaml, - or an https:// or s3:// address{default}"
+    )
+    parser.add_argument("--config", metavar="JOB", help="the same")
+
+
+def named_job(args: argparse.Namespace) -> str | None:
+    if args.job and args.config and args.job != args.config:
+        raise JobError(f"expected one job, found two: {args.job} and {args.config}")
+    named: str | None = args.config or args.job
+    return named
