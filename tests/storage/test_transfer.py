@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import time
 import tracemalloc
 from dataclasses import replace
@@ -281,11 +282,33 @@ def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path
     huge = replace(manifest, shards=(Shard("huge", chunks * CHUNK_BYTES, (0,) * chunks),))
     store.put(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}", dump_manifest(huge))
 
-    with pytest.raises(OffsiteError, match=r"expected 1677\.8 GB free") as caught:
+    with pytest.raises(OffsiteError, match=r"expected 1677\.789 GB free") as caught:
         restoring.restore(store, "job", manifest.ref, elsewhere(tmp_path), ignore)
 
     assert (True, False) == (caught.value.final, caught.value.damaged)
     assert [] == list(elsewhere(tmp_path).root.iterdir())
+
+
+def test_a_restore_that_has_all_its_space_needs_no_more(store, tmp_path):
+    """
+    It was killed after it had taken it, and somebody filled the rest of the disk.
+    """
+    source, target = CheckpointDir(tmp_path / "source", Disk()), elsewhere(tmp_path)
+    manifest = commit(source)
+    uploading.upload(store, "job", source, manifest.ref, ignore)
+    target.root.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", target.root], check=False).returncode:
+        pytest.skip("this user may not mount a filesystem")
+    try:
+        with pytest.raises(OffsiteError, match=r"expected 0\.067 GB free to restore .*, found 0\.001"):
+            restoring.restore(store, "job", manifest.ref, target, ignore)
+        for shard in manifest.shards:
+            restoring._make_file(Disk(), target.begin_restore(manifest.ref), shard)
+        found = restoring.restore(store, "job", manifest.ref, target, ignore)
+    finally:
+        subprocess.run(["umount", "-l", target.root], check=True)
+
+    assert manifest.ref == found.ref
 
 
 class UnreliableStore(FileStore):

@@ -6,6 +6,7 @@ is a store and for the places on this disk that data and checkpoints are brought
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from runner.storage.disk import LINK
 from runner.storage.offsite.contract import OffsiteError
 
+_SPARE_BYTES: Final = 64 << 20  # left free on a disk that something is brought to
 _OURS: Final = "may this user write there?"
 _FULL: Final = "free some space there, or {less}"
 # What only a person mends, and how; all else, such as ESTALE and EIO of a network disk, may pass by itself.
@@ -63,3 +65,18 @@ def refused(where: str, error: OSError, key: str) -> OffsiteError:
 def place_of(error: OSError, otherwise: Path) -> str:
     """Where it went wrong: of a rename, where to."""
     return str(error.filename2 or error.filename or otherwise)
+
+
+def expect_room(what: str, num_bytes: int, folder: Path, hint: str) -> None:
+    """
+    Room in `folder` for so many bytes more, and to spare: a full disk would stop more than this. Where all of
+    them have their place already, nothing is asked for.
+    """
+    needed, free = num_bytes + _SPARE_BYTES, shutil.disk_usage(folder).free
+    if num_bytes > 0 and needed > free:
+        raise OffsiteError(
+            f"{folder}: expected {needed / 1e9:.3f} GB free {what}, found {free / 1e9:.3f}",
+            hint=f"free some space, {hint}",
+            final=True,
+            curable=True,
+        )

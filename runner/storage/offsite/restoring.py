@@ -6,7 +6,6 @@ Every function may be killed at any moment and called again.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +17,12 @@ from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, has_bytes
 from runner.storage.offsite.comparing import RUN_CHUNKS, Run, chunk_size, fetch_chunk, is_chunk, runs_of, stream_chunks
 from runner.storage.offsite.contract import Block, OffsiteError, Store, by_chunk, in_parallel
-from runner.storage.offsite.disks import NO_PLACE, place_of, refused
+from runner.storage.offsite.disks import NO_PLACE, expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
 from runner.storage.offsite.surveying import damaged, key_of, read_manifest
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
 
 _NUM_RUNS: Final = 12  # that are fetched at once: while some wait for the disk, others wait for the store
-_SPARE_BYTES: Final = 64 << 20  # left free on the disk after a restore
 
 
 def restore(  # noqa: PLR0913, PLR0917  # as `upload`
@@ -90,14 +88,8 @@ def _make_room(disk: Disk, folder: Path, manifest: Manifest) -> frozenset[str]:
     cannot hold the rest.
     """
     there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))  # files may have holes
-    needed, free = manifest.size_bytes - there + _SPARE_BYTES, shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise OffsiteError(
-            f"{folder.parent}: expected {needed / 1e9:.1f} GB free to restore {manifest.ref.name}, got {free / 1e9:.1f}",
-            hint="free some space, or rent a machine with a larger disk",
-            final=True,
-            curable=True,
-        )
+    what, hint = f"to restore {manifest.ref.name}", "or rent a machine with a larger disk"
+    expect_room(what, manifest.size_bytes - there, folder.parent, hint)
     return frozenset(shard.path for shard in manifest.shards if _make_file(disk, folder, shard))
 
 

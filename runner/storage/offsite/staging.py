@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
 from runner.storage.offsite.comparing import RUN_CHUNKS
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
-from runner.storage.offsite.disks import place_of, refused
+from runner.storage.offsite.disks import expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES
@@ -38,7 +37,6 @@ from vramfarm.protocol import CHUNK_BYTES
 _NOTES: Final = ".staging"  # folder in the run folder
 _NUM_THREADS: Final = 12
 _MAX_NAME_BYTES: Final = 255  # of any file system that people use
-_SPARE_BYTES: Final = 64 << 20
 _PIECE: Final = re.compile(r"(\d{1,9}) (\d{1,10})\.", re.ASCII)  # index and checksum
 _HASH_BYTES: Final = 1 << 20
 
@@ -274,14 +272,7 @@ class _Fetching:
             needed[device] = needed.get(device, 0) + file.size_bytes - there
             places[device] = file.target.parent
         for device, num_bytes in needed.items():
-            free = shutil.disk_usage(places[device]).free
-            if num_bytes + _SPARE_BYTES > free:
-                raise OffsiteError(
-                    f"data: expected {num_bytes / 1e9:.1f} GB free for {places[device]}, found {free / 1e9:.1f}",
-                    hint="free some space, bring less, or rent a machine with a larger disk",
-                    final=True,
-                    curable=True,
-                )
+            expect_room("for data", num_bytes, places[device], "bring less, or rent a machine with a larger disk")
 
     def _fetch_small(self, file: _File) -> None:
         content = file.store.read(file.key, 0, file.size_bytes)
