@@ -14,9 +14,9 @@ from typing import Final
 
 from runner.cli.output import out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
-from runner.cli.stores import Address, open_run
+from runner.cli.stores import Address, StoredRun, no_run, open_run
 from runner.cli.streams import speaking
-from runner.errors import JobError
+from runner.errors import JobError, StoreError
 from runner.supervise.logs import Follower, Line, find_streams, tail
 
 _LOOK_S: Final = 0.5
@@ -56,11 +56,11 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
     numbers = sorted({name for key in sizes if (name := key.split("/")[2]).removeprefix("attempt-").isdecimal()})
     wanted = numbers[-1:] if args.attempt is None else [n for n in numbers if n == f"attempt-{args.attempt:04d}"]
+    if not numbers:
+        raise _no_logs(address, run)
     if not wanted:
-        known = ", ".join(number.removeprefix("attempt-").lstrip("0") for number in numbers) or "none"
-        raise JobError(
-            f"{address}: expected logs of {'an attempt' if args.attempt is None else f'attempt {args.attempt}'}, found {known}"
-        )
+        known = ", ".join(number.removeprefix("attempt-").lstrip("0") for number in numbers)
+        raise JobError(f"{address}: expected logs of attempt {args.attempt}, found {known}")
     prefix = f"{run.job}/logs/{wanted[0]}/"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / wanted[0]
@@ -76,6 +76,14 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     if not lines and args.lines > 0:
         sys.stderr.write(f"{address}: no line of {wanted[0]} is there yet; the runner copies logs every ten minutes\n")
     return 0
+
+
+def _no_logs(address: Address, run: StoredRun) -> StoreError:
+    if not run.is_there():
+        return no_run(address)
+    return StoreError(
+        f"{address}: expected logs of an attempt, found none", hint="vramfarm-runner status says what the run is doing"
+    )
 
 
 def _attempt(run_dir: Path, number: int | None) -> Path:

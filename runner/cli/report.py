@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.cli.output import out, out_json, writing
 from runner.cli.runs import add_run, find_in_store, find_run
-from runner.cli.stores import open_run
+from runner.cli.stores import no_run, open_run
 from runner.errors import JobError
 
 
@@ -24,11 +24,13 @@ def run(args: argparse.Namespace) -> int:
     if address := find_in_store(args.run, os.environ):
         found = open_run(address)
         report = gather_store(found.store, found.job)
+        if not report.status and not report.spendings:
+            raise no_run(address)
     else:
         report = gather_folder(find_run(args.run, os.environ))
     if not report.status and not report.spendings:
         raise JobError(
-            f"{report.address}: expected a run, found neither a status nor a ledger", hint="is the name right?"
+            f"{report.address}: expected a run, found neither a status nor attempts", hint="is the name right?"
         )
     if args.json:
         out_json(as_json(report))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from runner.cli.output import note
 from runner.cli.runs import find_in_store, find_run, is_run, runs_in
-from runner.cli.stores import Address, StoredRun, open_run
+from runner.cli.stores import Address, StoredRun, no_run, open_run
 from runner.cli.workspace import workspace_of
 from runner.committed import Checkpoint
 from runner.errors import JobError, StoreError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from runner.storage.offsite.restoring import Source
     from runner.storage.offsite.surveying import Survey
 
-_MARKS: Final = ("status.json", "ledger.json", "job.json")
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _A_FEW: Final = 5
 _T = TypeVar("_T")
@@ -140,10 +139,8 @@ def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> 
 
 def expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
     """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
-    if not survey.checkpoints and not survey.problems:
-        marks = (run.store.head(f"{run.job}/{name}") for name in _MARKS)
-        if not any(marks):
-            raise StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
+    if not survey.checkpoints and not survey.problems and not run.is_there():
+        raise no_run(address)
     if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.problems:
         raise StoreError(
             f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls URL"

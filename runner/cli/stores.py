@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from runner.adapters.secrets import with_store_keys
 from runner.addresses import split_address
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from runner.job import Job
     from runner.storage.offsite import Abilities, Store
     from runner.storage.offsite.contract import Where
+
+_MARKS: Final = ("status.json", "ledger.json", "job.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,10 @@ class StoredRun:
     store: Store
     job: str
     checkpoint: str = ""
+
+    def is_there(self) -> bool:
+        """Whether a runner has written anything of it."""
+        return any(self.store.head(f"{self.job}/{name}") for name in _MARKS)
 
 
 def address_of(job: Job) -> Address:
@@ -64,6 +70,11 @@ def read_object(address: str, limit_bytes: int) -> bytes:
     if found is None:
         raise JobError(f"{address}: expected an object, found none")
     return found
+
+
+def no_run(address: Address) -> StoreError:
+    """Nothing that a runner writes is there: one word and one exit code for whoever asks for a run."""
+    return StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
 
 
 def read_small(address: Address, name: str) -> bytes:

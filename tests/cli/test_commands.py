@@ -1015,6 +1015,28 @@ def test_status_of_a_run_that_the_store_does_not_have(cli, stored):
     assert (4, f"error: {stored}x: no status.json there") == (done.returncode, done.stderr.splitlines()[0])
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "status",
+        "report",
+        "logs",
+        "logs --attempt 2",
+        "events",
+        "checkpoints ls",
+        "checkpoints verify",
+    ],
+)
+def test_an_address_without_a_run_is_one_exit_code(cli, stored, command):
+    """
+    Whoever asks: it is what the store has, and no wrong usage.
+    """
+    done = cli(*command.split(), f"{stored}x")
+
+    assert (4, "") == (done.returncode, done.stdout), done.stderr
+    assert done.stderr.startswith(f"error: {stored}x: ")
+
+
 def test_checkpoints_ls_of_the_store(cli, stored):
     """
     The store's own listing, oldest first.
