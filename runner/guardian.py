@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from runner.adapters.providers import PROVIDERS, Answer, Keep, find_server, keyr
 from runner.adapters.providers.http import make_send
 from runner.errors import JobError, LeftError, LimitError, LockedError, RunnerError
 from runner.facts import Server, ServerState
+from runner.lifeline import ALIVE
 from runner.policy.guard import (
     MAX_DEATHS,
     Armed,
@@ -49,6 +51,7 @@ from runner.policy.guard import (
     parse_word,
     rearm,
 )
+from runner.supervise.apart import Apart, Scribe, apart, wait_for_file
 from runner.supervise.kills import count_kills
 from runner.supervise.process import Process, be_subreaper, current, end_all, find
 from vramfarm.protocol import Env
@@ -120,7 +123,7 @@ class Guardian:
     def _read_armed(self) -> Armed | None:
         path = self._workspace / ".vramfarm" / "guardian.json"
         try:
-            return parse_armed(path.read_bytes())
+            return parse_armed(apart(path.read_bytes, self._waits.disk))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -136,8 +139,7 @@ class Guardian:
     def _write_armed(self, armed: Armed) -> None:
         folder = self._workspace / ".vramfarm"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _write_durably(folder / "guardian.json", dump_armed(armed))
+            apart(lambda: _write_durably(folder / "guardian.json", dump_armed(armed)), self._waits.disk)
         except OSError as error:
             log(f"{folder}: cannot write the deadline ({error.strerror}); it is kept in memory only")
 
@@ -196,15 +198,19 @@ class Guardian:
         words = _Words()
         ends_at = float("inf")
         passed_on = False
+        self._heard_at, self._is_silent = time.monotonic(), False
         while self._exit is None:
             if self._is_due():
                 return self._end_at_deadline()
             if self._leaving and not passed_on:
-                passed_on = True
+                passed_on, self._heard_at = True, time.monotonic()
                 self._signal_runner(signal.SIGTERM)
             if time.monotonic() > ends_at:
                 log(f"the runner did not end {self._waits.last_word:g} s after its last word; killing it")
-                self._signal_runner(signal.SIGKILL)
+                self._end_runner()
+                break
+            if self._is_stuck(end):
+                return self._leave_it()
             self._sleep(self._waits.look, None if words.ended else line)
             end = self._hear(words.take(line)) or end
             if end is not None and ends_at == float("inf"):
@@ -214,9 +220,33 @@ class Guardian:
             return End(code=end.code if end else _exit_code(self._exit), stop=False)
         return end
 
+    def _is_stuck(self, end: End | None) -> bool:
+        """Whether a runner that has to leave says nothing any more. In any other it is told: what trains goes on."""
+        if end is not None:
+            return False
+        silent = time.monotonic() - self._heard_at
+        if silent >= self._waits.unheard and not self._is_silent:
+            self._is_silent = True
+            self._alert(
+                f"the runner says nothing for {silent:.0f} s: does its disk answer? Training may go on; nothing is copied and "
+                "nothing restarted meanwhile"
+            )
+        return self._leaving and silent >= self._waits.silence
+
+    def _leave_it(self) -> End:
+        self._alert(
+            f"the runner says nothing for {self._waits.silence:g} s, its disk may not answer: this boot ends without it; "
+            "what was committed is there when the disk is"
+        )
+        self._end_run()
+        return End(code=LEFT, stop=False)
+
     def _hear(self, lines: Iterator[bytes]) -> End | None:
         end: End | None = None
         for raw in lines:
+            self._heard_at, self._is_silent = time.monotonic(), False
+            if raw == ALIVE:
+                continue
             try:
                 heard = parse_word(raw, self._armed)
             except ValueError as error:
@@ -244,11 +274,21 @@ class Guardian:
         self._alert(
             f"the deadline {_show(self._armed.deadline_at)} is here: ending the run; a later one in job.yaml (limits) lets it go on"
         )
+        self._end_run()
+        return End(code=LimitError.exit_code, stop=True, keep=self._armed.keep, reason="deadline")
+
+    def _end_run(self) -> None:
         self._signal_runner(signal.SIGKILL)
         if left := end_all(self._find_run, timeout_s=10.0):
             log(f"{len(left)} processes of the run hang in the kernel")
         self._reap()
-        return End(code=LimitError.exit_code, stop=True, keep=self._armed.keep, reason="deadline")
+
+    def _end_runner(self) -> None:
+        """Who hangs in the kernel is waited for no more."""
+        self._signal_runner(signal.SIGKILL)
+        ends = time.monotonic() + self._waits.killed
+        while self._exit is None and time.monotonic() < ends:
+            self._sleep(ends - time.monotonic())
 
     def _find_run(self) -> tuple[Process, ...]:
         """Whatever this guardian's runner started, and what carries the run's mark from an earlier life."""
@@ -287,10 +327,12 @@ class Guardian:
             f"{left.total_seconds() / 60:.0f} min left{_price(self._armed.rented)}; touch {stop_file} to stop the server now"
         )
         ends_mono = time.monotonic() + left.total_seconds()
-        while not (self._leaving or os.path.exists(stop_file)):  # noqa: PTH110  # Path's raises when the disk is broken
+        told = Apart(lambda: wait_for_file(stop_file, lambda: time.sleep(self._waits.look)))
+        while not self._leaving and told.wait(0) is None:
             if is_due(until, datetime.now(UTC), ends_mono, time.monotonic()):
-                return
+                break
             self._sleep(self._waits.look)
+        told.end()
 
     def _stop_server(self, server: Server, end: End) -> None:
         """Ask, read, ask again, until the provider says that the server is gone or SIGTERM ends us."""
@@ -436,8 +478,19 @@ def log(text: str) -> None:
     """One line to stderr. Never raises, never blocks: a reader that sleeps must not cost the deadline."""
     line = f"{time.strftime('%H:%M:%S')} guardian: {' '.join(text.split())[:1000]}\n".encode(errors="replace")
     with suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:
+        if _scribe:
+            _scribe[0].write(line)
+        elif select.select([], [2], [], 0)[1]:
             os.write(2, line)
+
+
+_scribe: list[Scribe] = []  # where the log is a file: its disk may not answer
+
+
+def _log_is_file() -> bool:
+    with suppress(OSError):
+        return stat.S_ISREG(os.fstat(2).st_mode)
+    return False
 
 
 def _listen_for_signals(on_leave: Callable[[], None]) -> socket.socket:
@@ -454,7 +507,8 @@ def _listen_for_signals(on_leave: Callable[[], None]) -> socket.socket:
     return wake
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+def _write_durably(path: Path, content: bytes) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -468,6 +522,7 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+    return b""
 
 
 def _safely(call: Callable[[], Answer]) -> Answer:
@@ -514,10 +569,14 @@ def _name(server: Server | None) -> str:
 
 def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:
     """Guard one run; returns its exit code."""
+    if _log_is_file():
+        _scribe.append(Scribe(2))
     be_subreaper()  # strays of the runner come to us: they are reaped, and can be found
     code = Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # one that comes while Python ends must not become the exit code
+    for scribe in _scribe:
+        scribe.end(waits.disk)
     return code
 
 

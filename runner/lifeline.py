@@ -9,20 +9,25 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from runner.errors import LeftError
 from runner.facts import Server
+
+ALIVE: Final = b'{"alive": true}'
+_ALIVE_S: Final = 5.0
 
 
 class Lifeline:
     """`fd` None: there is no guardian (a runner started by hand); then all of this does nothing."""
 
     def __init__(self, fd: int | None) -> None:
+        self._next_alive = 0.0
         self._socket = socket.socket(fileno=fd) if fd is not None else None
         if self._socket is not None:
             self._socket.set_inheritable(False)
@@ -39,6 +44,13 @@ class Lifeline:
     def listeners(self, urls: Sequence[str]) -> None:
         """Whom the guardian tells when the stop does not come about. Addresses are secrets: kept in memory only."""
         self._send({"notify": list(urls)})
+
+    def alive(self) -> None:
+        """A turn of the loop was made. Said now and then, and never waited for."""
+        if self._socket is not None and time.monotonic() >= self._next_alive:
+            self._next_alive = time.monotonic() + _ALIVE_S
+            with suppress(OSError):
+                self._socket.send(ALIVE + b"\n", socket.MSG_DONTWAIT)
 
     def end(self, *, code: int, stop: bool, keep: str | None, hold_s: float | None, reason: str) -> None:
         """The last word. After it the guardian does what is left to do."""

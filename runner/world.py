@@ -118,6 +118,7 @@ class RealWorld:
         self._seen: Observed | None = None  # between attempts, and at the end
         self._deadline_at: datetime | None = None
         self.on_deadline: Callable[[datetime], None] = lambda _: None
+        self.on_turn: Callable[[], None] = lambda: None
         self._code = source_folder(
             self._job.source, run_dir=folder.root, digest=setting.setup_digest, config_dir=setting.config_dir
         )
@@ -152,6 +153,7 @@ class RealWorld:
     # ------------------------------------------------------------------------------- look
 
     def observe(self, history: History) -> Observed:
+        self.on_turn()
         process.reap()
         self._history = history
         now = self._clock.now()

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.chaos.disk import run, written
@@ -51,7 +52,19 @@ finish: {{hold: 0s}}
 class Night:
     """One run on a disk of its own."""
 
-    def __init__(self, folder: Path, library: Path, *, kind: str = "ext4", size: int = 64 << 20, steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        library: Path,
+        *,
+        kind: str = "ext4",
+        size: int = 64 << 20,
+        steps: int,
+        more: str = "",
+        log: str = "log",
+        **env: str,
+    ) -> None:
+        """`more`: for job.yaml; `log`: where, below the folder."""
         self.folder, self.id = folder, uuid.uuid4().hex
         self.place, self.image = folder / "disk", Path("/dev/shm") / f"chaos-{self.id}"
         self.orders = folder / "orders"
@@ -66,7 +79,7 @@ class Night:
             run("mount", "-o", "loop,errors=remount-ro", self.image, self.place)
         self.run_dir = self.place / "trouble"
         (folder / "job.yaml").write_text(
-            JOB.format(root=ROOT, steps=steps, bytes=BYTES, python=sys.executable, store=folder / "store")
+            JOB.format(root=ROOT, steps=steps, bytes=BYTES, python=sys.executable, store=folder / "store") + more
         )
         env = {
             **os.environ,
@@ -76,11 +89,13 @@ class Night:
             "LD_PRELOAD": str(library),
             "TROUBLE_ROOT": str(self.place),
             "TROUBLE_ORDERS": str(self.orders),
+            **env,
         }
         guard = (sys.executable, "-I", str(ROOT / "tests/chaos/guard.py"), "--config", str(folder / "job.yaml"))
-        with (folder / "log").open("ab") as log:
+        self.log_path = folder / log
+        with self.log_path.open("ab") as file:
             self.guardian = subprocess.Popen(
-                guard, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+                guard, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=folder
             )
 
     @property
@@ -90,7 +105,7 @@ class Night:
         ).stdout.strip()
 
     def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
+        return self.log_path.read_text(errors="replace")
 
     def committed(self) -> list[int]:
         return [one.manifest.step for one in committed(self.run_dir / "checkpoints")]
@@ -132,6 +147,16 @@ class Night:
         if self.is_mounted:
             run("umount", "-l", self.place)
         self.image.unlink(missing_ok=True)
+
+
+@contextmanager
+def frozen(night: Night) -> Iterator[None]:
+    """Whoever changes anything on the disk hangs in the kernel, where no signal reaches."""
+    run("fsfreeze", "-f", night.place)
+    try:
+        yield
+    finally:
+        run("fsfreeze", "-u", night.place)
 
 
 def fill(night: Night) -> None:

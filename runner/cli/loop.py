@@ -186,6 +186,7 @@ def _run(  # noqa: PLR0913  # all that a run is put together from
         lifeline.listeners(tuple(find_values(job.notify, env).values()))
         world = RealWorld(setting, folder, Disk())
         world.on_deadline = partial(_tell_deadline, job, folder, setting, lifeline)
+        world.on_turn = lifeline.alive
         world.observe(journal.history)  # before anything else the guardian knows until when
         around, told = _surroundings(folder, server, loaded.workspace), env.get(STOP_TIMEOUT_VARIABLE)
         teller = Teller(job, folder, around, machine=_describe(setting), stop_timeout=told)

@@ -32,6 +32,10 @@ class Waits:
     short_life: float = 60.0
     deaths_within: float = 600.0
     last_word: float = 30.0  # from the runner's last word to its end
+    killed: float = 10.0  # from a kill to the end: who hangs in the kernel does not end
+    silence: float = 60.0  # a runner that is to leave and says nothing for so long is stuck
+    unheard: float = 600.0  # any other is told of then
+    disk: float = 10.0  # for a small file
     ask_first: float = 2.0
     ask_last: float = 60.0
     read: float = 2.0  # between looks at a server that is stopping

@@ -24,6 +24,7 @@ FAST = Waits(
     restart_last=0.1,
     short_life=60.0,
     last_word=1.0,
+    silence=4.0,
     ask_first=0.02,
     ask_last=0.1,
     read=0.05,

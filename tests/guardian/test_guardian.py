@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.farmhouse import wait_until
+from tests.guardian.conftest import GUARD
 
 
 def _lives(folder: Path) -> list[int]:
@@ -158,6 +159,52 @@ def test_a_runner_that_does_not_end_after_its_last_word_is_killed(at_home):
     guardian = at_home('deaf; say {"end": {"code": 0, "stop": true}}; sleep 600')
 
     assert 0 == guardian.wait(20)
+
+
+def test_a_runner_that_has_to_leave_and_says_nothing_is_not_waited_for(at_home, tmp_path):
+    """
+    It may hang on a disk. The run ends with what is left of it, and can be gone on with.
+    """
+    guardian = at_home("deaf; stray; sleep 600")
+    wait_until(lambda: (tmp_path / "stray").exists() and (tmp_path / "stray").read_text())
+
+    guardian.terminate()
+
+    assert 75 == guardian.wait(40)
+    assert not _alive(int((tmp_path / "stray").read_text()))
+    assert not _alive(_lives(tmp_path)[0])
+
+
+def test_a_runner_that_has_to_leave_is_waited_for_as_long_as_it_makes_turns(at_home, tmp_path):
+    """
+    Saving takes what it takes: longer than anything may be silent.
+    """
+    turns = 'say {"alive": true}; sleep 1; ' * 7
+    guardian = at_home(f"deaf; {turns}exit 75")
+    wait_until(lambda: _lives(tmp_path))
+    time.sleep(0.5)
+
+    guardian.terminate()
+
+    log = guardian.communicate(timeout=60)[1]
+    assert 75 == guardian.returncode
+    assert "says nothing" not in log
+    assert "ignored" not in log
+
+
+def test_all_that_was_said_is_in_a_log_that_is_a_file(tmp_path):
+    """
+    Another process writes it, since its disk may not answer; that one ends when all is written.
+    """
+    env = {**os.environ, "VRAMFARM_WORKSPACE": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run([*GUARD, "die", END % (6, 0)], env=env, stderr=log, timeout=40, check=False)
+
+    assert 6 == done.returncode
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert ["deadline", "runner died"] == [
+        word for word in ("deadline", "runner died") if any(word in line for line in lines)
+    ]
 
 
 def test_at_the_deadline_the_run_and_its_strays_end(at_home, tmp_path):
