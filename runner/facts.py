@@ -227,6 +227,8 @@ class Running:
     note: str = ""
     moved_at: datetime | None = None  # when it last told of progress
     told: Mapping[str, Any] = field(default_factory=dict)  # what it found out so far
+    has_spoken: bool = True  # it has read its arguments
+    stopped_at: datetime | None = None  # since when its process is one that somebody stopped (SIGSTOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

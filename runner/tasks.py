@@ -73,6 +73,7 @@ def main() -> int:
     if not raw:
         return 0  # started ahead, and whoever did so is gone
     arguments = json.loads(raw)
+    _say({"begun": True})  # who says nothing is not waited for
     if kind in WRITERS:
         threading.Thread(target=_end_with, args=(arguments["runner"],), daemon=True).start()
     try:

@@ -11,7 +11,14 @@ AGAIN = timedelta(seconds=15)  # a store that is away is asked, at the latest
 _VERIFY_TRIES = 3  # of one checkpoint: a store that damages what it gets is no store
 SILENT = timedelta(minutes=3)  # longer than a keeper's two questions with all their repetitions
 _SLOW_START = timedelta(minutes=10)
-STUCK = timedelta(minutes=30)  # without a piece that has moved
+# Without a piece that has moved. What is slow and sound may be silent for 16 minutes: a part of 16 MiB on a line that
+# just keeps the limit of a quarter of a megabyte in 15 s, the checksums of an output of 100 GB from a disk of 100 MB/s.
+# What can be told sooner is: who was stopped, and who never began.
+STUCK = timedelta(minutes=30)
+STOPPED = timedelta(seconds=10)  # a tool that looks into a process holds it for less
+NO_WORD = timedelta(
+    minutes=2
+)  # to start Python and read the arguments, beside training that has all cores and the disk
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
@@ -104,12 +111,27 @@ def _is_silent(seen: Observed) -> bool:
 
 
 def end_stuck(seen: Observed) -> Cease | None:
-    """A server that answers a byte a minute breaks no time limit, and brings nothing about."""
-    stuck = (kind for kind in _MOVERS if is_stuck(kind, seen))
-    kind = next(stuck, None)
-    return None if kind is None else Cease(kind, f"nothing has moved for {STUCK.total_seconds() / 60:.0f} min")
+    """A server that answers a byte a minute breaks no time limit, and brings nothing about; nor does who was stopped."""
+    found = ((kind, _why_stuck(kind, seen)) for kind in TaskKind)
+    return next((Cease(kind, why) for kind, why in found if why), None)
 
 
 def is_stuck(kind: TaskKind, seen: Observed) -> bool:
+    return bool(_why_stuck(kind, seen))
+
+
+def _why_stuck(kind: TaskKind, seen: Observed) -> str:
     state = seen.tasks.get(kind)
-    return kind in _MOVERS and isinstance(state, Running) and seen.now >= (state.moved_at or state.started_at) + STUCK
+    if not isinstance(state, Running):
+        return ""
+    if state.stopped_at and seen.now >= state.stopped_at + STOPPED:
+        return "somebody has stopped its process (SIGSTOP): another one does its work"
+    if not state.has_spoken and seen.now >= state.started_at + NO_WORD:
+        return f"it has not begun within {_minutes(NO_WORD)}: another one is tried"
+    if kind in _MOVERS and seen.now >= (state.moved_at or state.started_at) + STUCK:
+        return f"nothing has moved for {_minutes(STUCK)}"
+    return ""
+
+
+def _minutes(time: timedelta) -> str:
+    return f"{time.total_seconds() / 60:.0f} min"

@@ -67,7 +67,7 @@ class TaskBoard:
                 stdin.seek(0)
                 task = self._spawn(kind, argv, stdin)
         self._tasks[kind] = task
-        self._states[kind] = Running(subject=subject, started_at=now)
+        self._states[kind] = Running(subject=subject, started_at=now, has_spoken=False)
 
     def prepare(self, kind: TaskKind, argv: Sequence[str]) -> None:
         """
@@ -149,8 +149,11 @@ class TaskBoard:
         for line in _objects(task.out.copy()):
             task.last = line if {"result", "error"} & line.keys() else task.last
             state = _progressed(state, line, now)
+            state = replace(state, has_spoken=True)
             if "told" in line:
                 self._failures.pop((kind, state.subject), None)  # it works; a failure to come is the first one
+        if _is_stopped(task.popen.pid) != bool(state.stopped_at):
+            state = replace(state, stopped_at=None if state.stopped_at else now)
         self._states[kind] = state
         if code is None:
             return
@@ -273,6 +276,11 @@ def _objects(lines: bytes) -> Iterator[Mapping[str, Any]]:
 
 def _in_memory() -> BinaryIO:
     return os.fdopen(os.memfd_create("task"), "w+b", buffering=0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """By SIGSTOP, or by who looks into it: it does nothing until it is let go."""
+    return process.stat_fields(pid)[:1] in ([b"T"], [b"t"])
 
 
 def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Running:

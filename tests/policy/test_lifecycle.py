@@ -57,7 +57,7 @@ from runner.policy.divergence import is_distrusted
 from runner.policy.finish import ALL_OUTPUTS, Draining, tell_draining, tell_missing
 from runner.policy.house import OUTPUTS_EVERY, tidy
 from runner.policy.lifecycle import decide
-from runner.policy.slow import REFUSED_AGAIN, STORE_PATIENCE, STUCK
+from runner.policy.slow import NO_WORD, REFUSED_AGAIN, STOPPED, STORE_PATIENCE, STUCK
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -1399,11 +1399,31 @@ def test_what_moves_nothing_is_begun_again(silent, expected):
     assert isinstance(decide(ALONE, ACCEPTED, staging(replace(moved, subject="d"))), expected)
 
 
-def test_an_end_is_not_held_up_by_what_is_stuck():
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({"has_spoken": False}, Wait, id="it starts"),
+        pytest.param({"has_spoken": False, "started_at": START - NO_WORD}, Cease, id="it has not begun"),
+        pytest.param({"stopped_at": START - STOPPED / 2}, Wait, id="somebody looks into it"),
+        pytest.param({"stopped_at": START - STOPPED}, Cease, id="it was stopped"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TaskKind.UPLOAD, TaskKind.PUBLISH, TaskKind.LEASE])
+def test_a_process_that_does_nothing_is_replaced_soon(kind, fields, expected):
+    """
+    Stopped, or never begun: another one does its work, whatever it is.
+    """
+    state = Running(**{"subject": "x", "started_at": START, "moved_at": START} | fields)
+
+    assert isinstance(decide(JOB, ACCEPTED, training(**{kind.name: state})), expected)
+
+
+@pytest.mark.parametrize("fields", [{"started_at": START - STUCK}, {"stopped_at": START - STOPPED}])
+def test_an_end_is_not_held_up_by_what_is_stuck(fields):
     """
     Begun again while the store has its half hour; after that the server is stopped, and the folder kept.
     """
-    silent = Running(subject=CHECKPOINT.ref.name, started_at=START - STUCK)
+    silent = Running(**{"subject": CHECKPOINT.ref.name, "started_at": START} | fields)
 
     def end(ago):
         over = replace(ACCEPTED, conclusion=Conclusion(outcome=Outcome.SUCCEEDED, reason="done", at=START - ago))

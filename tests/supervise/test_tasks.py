@@ -253,6 +253,23 @@ def test_one_that_was_stopped_ahead_of_its_time_is_not_waited_for(board):
     assert [] == process.stat_fields(stopped)
 
 
+def test_one_that_is_stopped_at_its_work_shows(board):
+    """
+    And whether it has said a word at all. One that goes on again is as any other.
+    """
+    start(board, "say(progress=0.1); time.sleep(60)")
+    silent = board._states[TaskKind.UPLOAD]
+    until(lambda: state(board).has_spoken)
+    (pid,) = board.pids()
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(board).stopped_at == NOW)
+    later = state(board, NOW + timedelta(minutes=1)).stopped_at
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: state(board).stopped_at is None)
+
+    assert (False, NOW) == (silent.has_spoken, later)
+
+
 def test_one_that_died_ahead_of_its_time_does_no_harm(board):
     """
     It is not started again and again, and the work is done by another one.
