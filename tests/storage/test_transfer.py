@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import threading
 import time
 import tracemalloc
 from dataclasses import replace
@@ -781,7 +782,7 @@ def test_published_files_are_there_under_the_jobs_name(store, tmp_path):
 
 
 @pytest.mark.parametrize("loss", list(Loss))
-@pytest.mark.parametrize("fail_at", range(16))
+@pytest.mark.parametrize("fail_at", range(20))
 def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, directory, fail_at, loss):
     """
     After a power loss at any operation nothing half-restored is listed, and the next restore succeeds.
@@ -806,6 +807,43 @@ def test_a_restore_that_loses_power_is_whole_or_absent_and_can_go_on(tmp_path, d
     assert [()] * len(listed) == listed
     assert contents(directory, manifest.ref) == contents(after, manifest.ref)
     assert ((), ()) == (after.leftovers(), after.problems())
+
+
+class _AfterAnother:
+    """A source that keeps one shard to itself until another is durable."""
+
+    def __init__(self, source, kept, is_durable):
+        self.manifest, self.read = source.manifest, source.read
+        self._source, self._kept, self._is_durable = source, kept, is_durable
+
+    def stream(self, shard, first, num_chunks):
+        if shard.path == self._kept:
+            assert self._is_durable.wait(timeout=30), "the other shard was not synced meanwhile"
+        return self._source.stream(shard, first, num_chunks)
+
+
+class _Telling(Disk):
+    def __init__(self, name):
+        self._name, self.synced = name, threading.Event()
+
+    def sync(self, path):
+        super().sync(path)
+        if path.name == self._name:
+            self.synced.set()
+
+
+def test_a_shard_that_is_whole_is_durable_while_others_still_come(store, directory, tmp_path):
+    """
+    A disk that writes late does not do it all at the end of a restore.
+    """
+    manifest = uploaded(store, directory)
+    first, second = (shard.path for shard in manifest.shards[:2])
+    disk = _Telling(first)
+    source = _AfterAnother(restoring.StoreSource(store, "job", manifest.ref), second, disk.synced)
+
+    restoring.bring(manifest, source, CheckpointDir(tmp_path / "elsewhere", disk), ignore)
+
+    assert contents(directory, manifest.ref) == contents(CheckpointDir(tmp_path / "elsewhere", Disk()), manifest.ref)
 
 
 def test_reserved_space_is_a_files_own_and_holds_no_bytes_yet(tmp_path):

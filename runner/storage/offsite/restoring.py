@@ -6,6 +6,8 @@ Every function may be killed at any moment and called again.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -122,17 +124,37 @@ class _Target:
 
 def _bring_all(manifest: Manifest, source: Source, target: _Target, progress: Progress) -> None:
     meter = Meter(manifest.size_bytes, progress)
+    # of what is begun in single chunks: some are here, and some are not
+    runs = [run for shard in manifest.shards for run in runs_of(shard, 1 if shard.path in target.begun else RUN_CHUNKS)]
+    unfinished = _Unfinished(runs)
 
     def fetch(run: Run) -> None:
         path, first = target.folder / run.shard.path, run.first
         if run.shard.path not in target.begun or not _is_here(path, run.shard, first):
             _fetch_run(source, run, target.disk, path)
+        if unfinished.is_last(run):
+            target.disk.sync(path)  # beside what others fetch: a disk that writes late would do it all at the end
         meter.add(run.shard.path, sum(chunk_size(run.shard, first + i) for i in range(run.num_chunks)))
 
-    # of what is begun in single chunks: some are here, and some are not
-    runs = [run for shard in manifest.shards for run in runs_of(shard, 1 if shard.path in target.begun else RUN_CHUNKS)]
-    runs.sort(key=lambda run: run.first)  # of all shards in turn: some file systems take one write to a file at a time
-    in_parallel(fetch, runs, _NUM_RUNS)
+    in_parallel(fetch, _in_turn(manifest, runs), _NUM_RUNS)
+
+
+def _in_turn(manifest: Manifest, runs: list[Run]) -> list[Run]:
+    """Of several shards in turn, since some file systems take one write to a file at a time; and then of the next ones."""
+    groups = {shard.path: number // _NUM_RUNS for number, shard in enumerate(manifest.shards)}
+    return sorted(runs, key=lambda run: (groups[run.shard.path], run.first))
+
+
+class _Unfinished:
+    def __init__(self, runs: list[Run]) -> None:
+        self._lock = threading.Lock()
+        self._num_left = Counter(run.shard.path for run in runs)
+
+    def is_last(self, run: Run) -> bool:
+        """Called once for each that is done: whether its shard is whole by now."""
+        with self._lock:
+            self._num_left[run.shard.path] -= 1
+            return not self._num_left[run.shard.path]
 
 
 def _fetch_run(source: Source, run: Run, disk: Disk, path: Path) -> None:

@@ -104,13 +104,12 @@ def survey_readable(
     spoilt: Mapping[str, Spoilt] = _NONE,
 ) -> Survey:
     """The same for whoever only tells, or copies, what can be read."""
-    outcome, problems = _read_outcome(store, job)
     whole, refused, latest = list[Checkpoint](), dict[str, OffsiteError](), list[tuple[datetime, str]]()
     spoilt_now: dict[str, Spoilt] = {}
-    listed = {name: entries for name, entries in list_checkpoints(store, job).items() if MANIFEST in entries}
-    with ThreadPoolExecutor(
-        _NUM_THREADS
-    ) as pool:  # of those without one the upload has not ended, or the removal has begun
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        told = pool.submit(_read_outcome, store, job)
+        # of those without a manifest the upload has not ended, or the removal has begun
+        listed = {name: entries for name, entries in list_checkpoints(store, job).items() if MANIFEST in entries}
         found = pool.map(partial(_describe_listed, store, job, spoilt), listed.items())
         for number, (name, one) in enumerate(zip(listed, found, strict=True)):
             progress(number / len(listed), name)
@@ -122,6 +121,7 @@ def survey_readable(
                 whole.append(one)
             else:
                 refused[name] = one
+        outcome, problems = told.result()
     whole.sort(key=lambda checkpoint: checkpoint.ref)
     return Survey(
         checkpoints=tuple(whole),
@@ -206,9 +206,13 @@ def read_manifest(store: Store, job: str, name: str) -> Manifest:
 
 def find_whole(store: Store, job: str, name: str) -> Manifest:
     """The manifest of the checkpoint with this name, all of which the store lists; `damaged` if there is none."""
-    manifest = read_manifest(store, job, name)
-    if problem := not_listed(store, job, manifest):
-        raise damaged(store, f"{job}/checkpoints/{name}", str(problem))
+    with ThreadPoolExecutor(1) as beside:
+        listing = beside.submit(_list_checkpoint, store, job, name)
+        manifest = read_manifest(store, job, name)
+        try:
+            expect_listed(manifest, listing.result())
+        except ProtocolError as error:
+            raise damaged(store, f"{job}/checkpoints/{name}", str(error)) from None
     return manifest
 
 
@@ -229,13 +233,17 @@ def expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
 
 def not_listed(store: Store, job: str, manifest: Manifest) -> OffsiteError | None:
     """Just before the manifest: what was confirmed long ago may have been removed since."""
-    prefix = f"{job}/checkpoints/{manifest.ref.name}/"
-    entries = {entry.key.removeprefix(prefix): entry for entry in store.list(prefix)}
     try:
-        expect_listed(manifest, entries)
+        expect_listed(manifest, _list_checkpoint(store, job, manifest.ref.name))
     except ProtocolError as error:
-        return OffsiteError(f"{store.address}/{prefix}: {error}", final=False)
+        return OffsiteError(f"{store.address}/{job}/checkpoints/{manifest.ref.name}: {error}", final=False)
     return None
+
+
+def _list_checkpoint(store: Store, job: str, name: str) -> dict[str, Entry]:
+    """What is in its folder, by path."""
+    prefix = f"{job}/checkpoints/{name}/"
+    return {entry.key.removeprefix(prefix): entry for entry in store.list(prefix)}
 
 
 def damaged(store: Store, key: str, what: str) -> OffsiteError:
