@@ -117,7 +117,7 @@ class Guardian:
             log(f"deadline {_show(mine.deadline_at)}, armed at the first boot; {_name(mine.rented)}")
             return mine
         armed = arm(now=datetime.now(UTC), rented=found, keep=str(self._workspace))
-        log(f"deadline {_show(armed.deadline_at)} unless job.yaml says another; {_name(found)}")
+        log(f"deadline {_show(armed.deadline_at)} unless job.yaml says another (limits); {_name(found)}")
         return armed
 
     def _read_armed(self) -> Armed | None:

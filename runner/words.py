@@ -572,20 +572,18 @@ def _tasks(seen: Observed) -> list[Mapping[str, Any]]:
 # ---------------------------------------------------------------------------------- summary
 
 
-def opening(job: Job, seen: Observed, around: Surroundings, machine: str) -> list[str]:
+def opening(job: Job, around: Surroundings, machine: str) -> list[str]:
     """What is going to happen and why, before anything does."""
     server = around.server
     price = f" at {server.price_per_hour} {server.currency}/h" if server and server.price_per_hour else ""
     where = f"server {server.id}{price}" if server else "this machine (no provider: nothing to stop)"
     copies = f"copies go to {job.offload.to}/{job.name}" if job.offload.to else "no copy leaves this disk (offload.to)"
-    deadline = f"{seen.deadline_at:%Y-%m-%d %H:%M} UTC" if seen.deadline_at else "none"
     return [
         f"job {job.name}: {job.command}",
         f"on {where}; {machine}",
         f"run folder {around.run_dir}",
         f"saves every {span(job.checkpoint.save_interval.total_seconds())}, keeps {job.checkpoint.keep_last}; {copies}",
         f"{len(PREVENTION)} variables are set in every attempt, unless you set them: {', '.join(list(PREVENTION)[:2])}, … (docs/preflight.md)",
-        f"hard deadline {deadline}{'' if job.limits.max_duration or job.limits.until else ' (the default; set limits.max_duration)'}",
     ]
 
 

@@ -373,13 +373,13 @@ def test_opening_and_closing_say_where_the_weights_go():
     """
     seen = replace(SEEN, local=(checkpoint(),), offsite=(checkpoint(),), deadline_at=NOW)
 
-    begin = "\n".join(opening(JOB, seen, AROUND, "8 cards"))
+    begin = "\n".join(opening(JOB, AROUND, "8 cards"))
     end = End(code=0, stop=True, keep=False, reason="training is done")
     finish = "\n".join(closing(JOB, History(attempts=(FAILED,), conclusion=OVER), seen, AROUND, end))
 
     assert "server srv_abcdef at 31.20 EUR/h; 8 cards" in begin
     assert "copies go to s3://b/runs/j" in begin
-    assert "(the default; set limits.max_duration)" in begin
+    assert "deadline" not in begin, "the guardian says it, who keeps it"
     assert "7 variables are set in every attempt, unless you set them: NCCL_DEBUG, " in begin
     assert "weights      s3://b/runs/j/checkpoints/step-00000500-0123abcd" in finish
     assert "attempts     1 (1 failed)" in finish

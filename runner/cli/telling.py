@@ -130,7 +130,7 @@ class Teller:
     def _tell(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
         if self._before is None:
             self._begun_at = seen.now
-            for line in opening(self._job, seen, self._around, self._machine):
+            for line in opening(self._job, self._around, self._machine):
                 self._log.info(line)
             if history.conclusion and not isinstance(action, GoOn):
                 self._log.info(_tell_over(history.conclusion.outcome))

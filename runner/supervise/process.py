@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Final
 
+from runner.errors import one_line
 from vramfarm.protocol import Env
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -104,7 +105,7 @@ def name(pid: int) -> str:
         words = os.fsdecode(read(f"/proc/{pid}/cmdline")).split("\0")[:_NAMED_WORDS]
     except OSError:
         return ""
-    shown = "".join(c if c.isprintable() else "?" for c in " ".join(words).strip())
+    shown = one_line(" ".join(words).strip())
     return f"{pid} {shown if len(shown) <= _NAMED_CHARACTERS else shown[: _NAMED_CHARACTERS - 1] + '…'}"
 
 

@@ -124,6 +124,20 @@ def test_ending_goes_on_until_none_is_left(marker, run_python):
     assert ((), set()) == (left, pids(marker))
 
 
+def test_a_name_is_one_line_whatever_is_in_it():
+    """
+    As all that others wrote is shown.
+    """
+    with subprocess.Popen(["a\nb \x1b[2J", "30"], executable="/bin/sleep") as odd:
+        try:
+            until(lambda: process.name(odd.pid).endswith(" 30"))
+            shown = process.name(odd.pid)
+        finally:
+            odd.kill()
+
+    assert f"{odd.pid} a b ?[2J 30" == shown
+
+
 def test_what_will_not_go_is_named_in_time(marker, run_python):
     """
     Ending is bounded: what is left after the time limit is returned.
