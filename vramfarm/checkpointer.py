@@ -28,10 +28,11 @@ from torch import nn
 
 from vramfarm import alike, copies, data, memory, resuming, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
-from vramfarm.data import Feed, Position, Saved
+from vramfarm.data import Feed, Position, Saved, StatefulFeed, StreamFeed
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
+from vramfarm.places import Place, Places
 from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
 from vramfarm.run import Choice
@@ -47,6 +48,7 @@ ALONE: Final = (
     "the loader is of a kind of its own and stays as it is, and its sampler knows nothing of the other ranks: give it a DistributedSampler, "
     "or every rank goes through all samples"
 )
+_NOWHERE: Final = Place(-1, Position(), None, lambda: None)  # no loader was gone through yet
 _RESERVED: Final = frozenset({"model", "rng", "loader"})
 
 
@@ -104,17 +106,17 @@ class Checkpointer:
         self._seat = Seat(page, self._world.rank)
         self._seat.enter(Phase.LOADING)
         # Open: batches of a step that is being accumulated.
-        self._step = self._resumed_step = self._passes = self._open = 0
+        self._step = self._resumed_step = self._open = 0
         self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
+        self._places, self._place = Places(), _NOWHERE
         self._saved: Saved | None = None
         self._rng: Any = None
-        self._feed: tuple[Iterable[Any], Feed] | None = None
+        self._feed: tuple[Place, Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
-        # Half: left in the middle of a step, so that memory has the state of none.
-        self._driving = self._is_half = False
+        # Half: left in the middle of a step, so that memory has the state of none. Cut: left before an optimizer made it, which drops its gradients.
+        self._driving = self._is_half = self._is_cut = False
         self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
-        self._taking = 0  # samples of the batch that the loop's body has
-        self._finished = False
+        self._taking, self._finished = 0, False  # taking: samples of the batch that the loop's body has
         self._is_settling = True  # there is something to look at after each step
         self._told = (0, 0)
         self._frozen_told = False
@@ -162,27 +164,37 @@ class Checkpointer:
 
         A step ends when the loop's body comes back, with `accumulate` after that many batches
         (`last_micro_batch` says which one completes the step). What is left of an epoch goes on
-        with the next; at the very end it is dropped.
+        with the next; at the very end, and where another loader comes next, it is dropped. The samples of a step
+        that is left before its optimizer made it come again with the next loop, and its gradients are dropped.
+
+        Each loader has a position of its own, and `epochs` counts what it has been gone through. Loaders over the
+        same dataset are the same one; one that was not seen before begins at its beginning.
 
         `accumulate=ckpt.grad_accum` keeps job.yaml's global batch on any number of cards. It is not
         the default: a loop that steps its optimizer with every batch would be counted wrong.
         """
         self._expect_unfinished("steps")
+        if self._driving:
+            raise RuntimeError(
+                "steps: another steps() loop has not ended: it is around this one, or was left while its iterator is kept; close() that first"
+            )
         self._compare(accumulate)
         self._is_half = False
         loader = self._loader if loader is None else loader
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
+        place = self._go_to(loader)
         if epochs is None and max_steps is None:
-            epochs = self._passes + 1
-        self._passes = max(self._passes, epochs or 0)
-        feed = self._take_feed(loader)
+            epochs = max(place.passes, self._position.epoch if place.has_begun else 0) + 1
+        place.passes = max(place.passes, epochs or 0)
+        feed = self._take_feed(loader, place)
         self._seat.start(
             self._step, max_steps=self._last_step(feed, max_steps, epochs, accumulate), samples=self._position.samples
         )
         yield from self._drive(feed, max_steps, epochs, accumulate)
         if finish:
             self._done = replace(self._position)  # what is left of an accumulation is dropped
+            feed.mark()
             self.finish()
 
     def step(self) -> None:
@@ -266,11 +278,13 @@ class Checkpointer:
         self, feed: Feed, max_steps: int | None, epochs: int | None, accumulate: int
     ) -> Iterator[tuple[int, Any]]:
         position = self._position
+        is_watched = bool(self._unhooked) or isinstance(feed, StatefulFeed | StreamFeed)
         try:
             while (epochs is None or position.epoch < epochs) and not self._has_reached(max_steps):
                 if self._rng is not None:  # whatever the script did since the constructor, and between epochs behind us
                     state.apply_rng(self._rng)
                     self._rng = None
+                self._place.has_begun = True
                 empty = position.cursor == 0
                 for batch in feed.rest_of_epoch(position):
                     empty = False
@@ -287,6 +301,8 @@ class Checkpointer:
                     if self._open >= accumulate:
                         self._open = 0
                         self._done = replace(position)
+                        if is_watched:
+                            self._watch(feed)
                         self._seat.count(position.samples)
                         self.step()
                     if self._has_reached(max_steps):
@@ -296,6 +312,7 @@ class Checkpointer:
                 position.next_epoch()
                 if self._open == 0:
                     self._done = replace(position)
+                    feed.mark()
         finally:  # after a break
             self._count_open_step()
 
@@ -312,21 +329,58 @@ class Checkpointer:
 
         Where another one was due, as when an exception comes between two, nothing is saved any more.
         """
+        if not self._driving:
+            return
+        self._driving = False
+        self._look_at_unhooked()
         made = any(last == self._step for last, _ in self._stepped.values())
-        due = any(last < self._step and 0 < gap <= self._step - last for last, gap in self._stepped.values())
-        if self._driving and made and due:
+        if made and self._is_one_missing():
             self._is_half = True
             self._seat.skip(self._step + 1)
             self._say(
                 f"left in the middle of step {self._step + 1}, when not all optimizers had stepped: it is not saved"
             )
-        elif self._driving and made:
+        elif made:
             self._position.advance(self._taking)
             self._open, self._done = 0, replace(self._position)
+            if self._feed is not None:
+                self._feed[-1].mark()
             self._step += 1
             self._seat.skip(self._step)
             self._seat.finished(self._step, self._position.samples)
-        self._driving = False
+        else:
+            self._is_cut = True
+
+    def _is_one_missing(self) -> bool:
+        """Whether an optimizer has not stepped that was due by how often it did so before, and that no GradScaler has left out."""
+        due = [n for n, (last, gap) in self._stepped.items() if last < self._step and 0 < gap <= self._step - last]
+        return any(not self._is_left_out(self._optimizers[number][1]) for number in due)
+
+    def _is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A GradScaler that found an infinite gradient makes no step, and knows that until its update; then its count begins anew."""
+        for scaler in self._objects.values():
+            told = getattr(scaler, "_per_optimizer_states", None)
+            if told is None:
+                continue
+            if not told and scaler.state_dict().get("_growth_tracker") == 0:
+                return True
+            found = told[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in told else {}
+            if any(float(one) for one in found.values()):
+                return True
+        return False
+
+    def _watch(self, feed: Feed) -> None:
+        """After a step, where something has to be seen to in each."""
+        feed.mark()
+        self._look_at_unhooked()
+
+    def _look_at_unhooked(self) -> None:
+        """Optimizers that tell nobody when they step have stepped if their weights have changed."""
+        for number, before in self._unhooked.items():
+            now = _versions(self._optimizers[number][1])
+            if now != before:
+                self._unhooked[number] = now
+                self._note(number)
 
     def _has_reached(self, max_steps: int | None) -> bool:
         return max_steps is not None and self._step >= max_steps
@@ -503,6 +557,7 @@ class Checkpointer:
             "step": self._step,
             "seed": self._seed,
             "position": self._done.dump(),
+            **self._places.dump(self._place, self._done),
             "data_ranks": self._data_world.size,
             "models": known.models,
             "optimizers": optimizers,
@@ -511,7 +566,7 @@ class Checkpointer:
         snapshot.own = {"rng": snapshot.encode_own(state.collect_rng(), "rng")}
         if self._world.rank and any(known.own_states.values()):
             snapshot.own["optimizers"] = known.own_states
-        loader_state = self._feed[1].state() if self._feed else _state_of(self._loader)
+        loader_state = self._feed[-1].state() if self._feed else _state_of(self._loader)
         if loader_state is not None:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
         return snapshot
@@ -577,15 +632,12 @@ class Checkpointer:
 
     def _load(self, reader: Reader) -> None:
         found = resuming.load(reader, self._training())
-        self._step, self._rng, self._position, self._done = (
-            found.step,
-            found.rng,
-            found.position,
-            replace(found.position),
-        )
-        self._resumed_step = found.step
-        self._saved = Saved(replace(found.position), found.data_ranks, found.loader_state)
-        note = "" if self._loader is None else f"; {self._take_feed(self._loader).note}"
+        self._step, self._resumed_step, self._rng = found.step, found.step, found.rng
+        self._position, self._done = replace(found.position), replace(found.position)
+        self._saved = Saved(found.position, found.data_ranks, found.loader_state)
+        self._places, self._feed = Places(found.places, found.position), None
+        note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
+        note = f" of loader {self._places.now + 1}" if self._places.now else note
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"
         found.report.restored(f"data position ({position})")
         about = f"{reader.manifest.ref.name} ({run.num_shards_text(reader.manifest)})"
@@ -595,17 +647,44 @@ class Checkpointer:
         objects = {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
         return Training(self._models(), self._optimizers, objects, self._seed, self._world, self._allow_pickle)
 
-    def _take_feed(self, loader: Iterable[Any]) -> Feed:
+    def _go_to(self, loader: Iterable[Any]) -> Place:
+        """Begin where this loader is. What was left of an accumulation with another one is dropped, and comes again if that one does."""
+        place = self._places.of(loader)
+        is_other = place is not self._place
+        if self._is_cut or (is_other and self._open):
+            for _, optimizer in self._optimizers:
+                _drop_gradients(optimizer)
+            self._position, self._open, self._is_cut = replace(self._done), 0, False
+        if is_other:
+            self._place.position = replace(self._done)
+            if place.is_new and place.number:
+                self._say(
+                    "a loader that this run has not seen before: it begins at its beginning, and epochs= counts from there"
+                )
+            self._position = replace(place.position, samples=self._done.samples)
+            self._place, self._done = place, replace(self._position)
+        return place
+
+    def _take_feed(self, loader: Iterable[Any], place: Place) -> Feed:
         """One feed for a loader: it may hold workers."""
-        if self._feed is None or self._feed[0] is not loader:
-            with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
-                self._feed = (loader, data.feed(loader, self._data_world, self._seed, self._saved))
-            self._saved = None
-            if self._data_world.size > 1 and not isinstance(self._feed[1], data.GlobalFeed):
-                self._alike = alike.Watch(self._seat)
-                if data.is_unshared(loader, self._data_world):
-                    self._say(ALONE)
-        return self._feed[1]
+        if self._feed is not None and self._feed[1] is loader:
+            return self._feed[-1]
+        saved = self._saved_of(place)
+        with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
+            feed = data.feed(loader, self._data_world, self._seed, saved)
+        self._feed = (place, loader, feed)
+        if self._data_world.size > 1 and not isinstance(feed, data.GlobalFeed):
+            self._alike = alike.Watch(self._seat)
+            if data.is_unshared(loader, self._data_world):
+                self._say(ALONE)
+        return feed
+
+    def _saved_of(self, place: Place) -> Saved | None:
+        """What the checkpoint says of a loader, until it is gone through."""
+        if self._saved is None or place.is_new or place.has_begun:
+            return None
+        mine = self._saved.loader_state if place.number == self._places.now else None
+        return Saved(place.position, self._saved.world_size, mine)
 
     # ------------------------------------------------------------------------------ beginning
 
@@ -618,9 +697,14 @@ class Checkpointer:
     def _begin(self) -> None:
         # Of each, how many steps were finished when it stepped last, and how many since the time before.
         self._stepped = dict.fromkeys(range(len(self._optimizers)), (-1, 0))
+        self._unhooked: dict[int, list[int]] = {}
         for number, (_, optimizer) in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(partial(self._note_step, number))
+            else:
+                self._unhooked[number] = _versions(optimizer)
+        if self._loader is not None:
+            self._places.of(self._loader)  # the first, as at a resume
         self._is_warm = False
         self._copier.idle = self._prepare
         self._seat.warm(done=False)
@@ -630,6 +714,9 @@ class Checkpointer:
 
     def _note_step(self, number: int, *_: object) -> None:
         self._stepped_in = self._step
+        self._note(number)
+
+    def _note(self, number: int) -> None:
         last = self._stepped[number][0]
         if last != self._step:
             self._stepped[number] = (self._step, self._step - last if last >= 0 else 0)
@@ -655,6 +742,17 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that does the work: accelerate wraps it in one that was never initialised."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Every change of a weight in place counts one of these up, but for those through `.data`."""
+    return [one._version for group in optimizer.param_groups for one in group["params"]]  # noqa: SLF001
+
+
+def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

@@ -9,6 +9,7 @@ and skips nothing. Samples count when a step has consumed them, not when they we
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
@@ -219,8 +220,12 @@ class Feed(Protocol):
         """Return how many batches are left until the end of `epochs` epochs; 0 if that is not known."""
         ...
 
+    def mark(self) -> None:
+        """All batches that were given out are in finished steps. What comes after is given out again where a loop is left before its step is made."""
+        ...
+
     def state(self) -> Any:  # noqa: ANN401  # the loader's
-        """Return what the loader itself wants saved; None if the position is all."""
+        """Return what the loader itself wants saved, as of the last `mark`; None if the position is all."""
         ...
 
 
@@ -239,6 +244,8 @@ def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) ->
         return StatefulFeed(loader, world, seed, saved)
     if isinstance(loader, DataLoader) and _is_plain(loader):
         return GlobalFeed(loader, world, seed)
+    if isinstance(loader, Iterator):
+        return StreamFeed(loader, world, seed, saved)
     return SkippingFeed(loader, world, seed, saved)
 
 
@@ -246,7 +253,7 @@ def is_unshared(loader: object, world: World) -> bool:
     """Whether a loader that stays as it is has a sampler that knows nothing of the other ranks: nobody shares its samples out."""
     sampler = getattr(loader, "sampler", None)
     is_batched = type(getattr(loader, "batch_sampler", None)) is BatchSampler
-    return world.size > 1 and is_batched and type(sampler) in {RandomSampler, SequentialSampler}
+    return world.size > 1 and is_batched and (type(sampler) is SequentialSampler or _draws_alone(loader))
 
 
 def is_stateful(loader: object) -> bool:
@@ -313,6 +320,9 @@ class GlobalFeed:
         rest = len(self._batches)
         self._batches.seek(position.epoch, 0)
         return max(0, rest + (epochs - position.epoch - 1) * len(self._batches)) if position.epoch < epochs else 0
+
+    def mark(self) -> None:
+        """The position is all."""
 
     def state(self) -> None:
         return None
@@ -400,8 +410,30 @@ class SkippingFeed:
             return 0
         return max(0, (epochs - position.epoch) * length - position.batches)
 
+    def mark(self) -> None:
+        """The position is all."""
+
     def state(self) -> Any:  # noqa: ANN401  # see Feed
         return None
+
+
+class StreamFeed(SkippingFeed):
+    """What can be gone through once: batches that were given out since the last `mark` are kept, since nobody else has them."""
+
+    def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
+        super().__init__(loader, world, seed, saved)
+        self._given: list[Any] = []
+        self._rest: Iterator[Any] | None = None
+
+    def rest_of_epoch(self, position: Position) -> Iterator[Any]:
+        rest = super().rest_of_epoch(position) if self._rest is None else self._rest
+        self._rest, self._given = itertools.chain(self._given, rest), []
+        for batch in self._rest:
+            self._given.append(batch)
+            yield batch
+
+    def mark(self) -> None:
+        self._given.clear()
 
 
 class StatefulFeed(SkippingFeed):
@@ -411,19 +443,28 @@ class StatefulFeed(SkippingFeed):
         super().__init__(loader, world, seed, saved)
         self._stateful = loader
         self.note = "by the loader's own state" + _drawn_anew(loader, again=False)
-        self._restored = saved is not None and saved.loader_state is not None
-        if saved is not None and saved.loader_state is not None:
-            loader.load_state_dict(saved.loader_state)
-        elif saved is not None:
-            self.note = "by skipping batches: the loader's own state belongs to another number of ranks"
+        self._has_begun = False
+        self._marked = None if saved is None else saved.loader_state
+        if saved is not None and self._marked is None:
+            self.note = "by skipping batches: the checkpoint has no state of the loader's own, or one of another number of ranks"
+        elif self._marked is not None:
+            loader.load_state_dict(self._marked)
 
     def _plan(self, position: Position) -> tuple[int, int]:
-        restored, self._restored = self._restored, False
+        is_mid_epoch, has_begun = position.batches > 0, self._has_begun
+        self._has_begun = True
         skip, ahead = super()._plan(position)
-        return (0, int(skip == 0 or _draws_alone(self._loader))) if restored else (skip, ahead)
+        if self._marked is None or (has_begun and not is_mid_epoch):
+            return skip, ahead
+        if has_begun:  # a loop was left: iterated anew, the loader would draw another order
+            self._stateful.load_state_dict(self._marked)
+        return 0, int(not is_mid_epoch or _draws_alone(self._loader))
+
+    def mark(self) -> None:
+        self._marked = self._stateful.state_dict()
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed
-        return self._stateful.state_dict()
+        return self._marked if self._has_begun else self._stateful.state_dict()
 
 
 def _inner(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

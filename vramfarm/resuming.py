@@ -51,6 +51,7 @@ class Restored:
     data_ranks: int
     rng: Any
     loader_state: Any
+    places: Any
     report: Report
 
 
@@ -137,7 +138,8 @@ def load(reader: Reader, training: Training) -> Restored:
     step = shared["step"]
     _apply_rng(own, training, step, len(ranks), report)
     position = Position.parse(shared["position"])
-    return Restored(step, position, shared["data_ranks"], own.get("rng"), own.get("loader"), report)
+    ranks_then, places = shared["data_ranks"], shared.get("places")
+    return Restored(step, position, ranks_then, own.get("rng"), own.get("loader"), places, report)
 
 
 def _plan(

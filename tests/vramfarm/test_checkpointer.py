@@ -449,6 +449,7 @@ def test_a_newer_one_that_cannot_be_used_is_told(tmp_path, capsys):
 
 MANGLED = {
     "position": (("position", "epoch"), None, "the checkpoint's data position is none"),
+    "places": (("places",), {"now": 1, "all": [[{}, None]]}, "the checkpoint's places in the data are none"),
     "models": (("models",), 1, "TypeError"),
     "state": (("optimizers", "optimizer", "state"), [[{}, {}]], "TypeError"),
     "dtype": (("objects", "scheduler"), {"$": "dtype", "v": "x"}, "KeyError"),

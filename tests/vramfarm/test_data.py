@@ -94,6 +94,7 @@ def through(feed, position, num_batches):
             samples = feed.count(batch, position)
             seen.append(batch[0].tolist())
             position.advance(samples)
+            feed.mark()
             if len(seen) == num_batches:
                 return seen
         position.next_epoch()
@@ -247,6 +248,7 @@ def test_a_loader_with_a_state_of_its_own_keeps_it():
     feed, position = data.feed(Stateful(), World(0, 1), 0, None), Position()
     for batch in itertools.islice(feed.rest_of_epoch(position), 3):
         position.advance(feed.count(batch, position))
+        feed.mark()
 
     same = data.feed(Stateful(), World(0, 1), 0, Saved(position, 1, feed.state()))
     other = data.feed(Stateful(), World(0, 2), 0, Saved(position, 1, None))

@@ -107,6 +107,7 @@ def through(feed, position, num_batches):
             samples = feed.count(batch, position)
             seen.append(batch[0].tolist())
             position.advance(samples)
+            feed.mark()
             if len(seen) == num_batches:
                 return seen
         position.next_epoch()

@@ -1,0 +1,133 @@
+"""
+Where we are in each of the loaders that a training uses, one after the other or in turns.
+
+Each has a position of its own, under the number by which it was first used. A resumed run that uses them in the
+same order finds them again; where it is seen that it does not, it is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from vramfarm.data import Position
+from vramfarm.typed import StateError
+
+_STREAM: Final = object()  # iterators are used up: one stands for all
+
+
+@dataclass
+class Place:
+    """One loader's: the position of the last step that used it, and how many passes were asked for."""
+
+    number: int
+    position: Position
+    size: int | None  # samples of an epoch, where that is known
+    data: Callable[[], object]
+    is_new: bool = True
+    has_begun: bool = False
+    passes: int = 0
+
+
+class Places:
+    def __init__(self, saved: Mapping[str, Any] | None = None, now: Position | None = None) -> None:
+        """`saved` is what `dump` gave; a checkpoint of a run with one loader has only the position `now`."""
+        self._found: list[Place] = []
+        self._saved: list[tuple[Position, int | None]] = []
+        self.now = 0
+        if saved is not None:
+            self._saved, self.now = _parse(saved)
+        elif now is not None:
+            self._saved = [(now, None)]
+
+    def of(self, loader: object) -> Place:
+        """Return the place of this loader's data; of data that were not seen before, at their beginning, or where they were when the checkpoint was saved."""
+        what = _data_of(loader)
+        known = next((place for place in self._found if place.data() is what), None)
+        if known is not None:
+            return known
+        number, size = len(self._found), _size_of(what)
+        position, is_new = Position(), number >= len(self._saved)
+        if not is_new:
+            position, before = replace(self._saved[number][0]), self._saved[number][1]
+            if before != size and before is not None:
+                raise StateError(
+                    f"steps: loader {number + 1} of this run has {size} samples, and had {before} when the checkpoint was saved: "
+                    "use the loaders in the same order as then"
+                )
+        place = Place(number, position, size, _reference_to(what), is_new)
+        self._found.append(place)
+        return place
+
+    def dump(self, now: Place, position: Position) -> dict[str, Any]:
+        """Return what a checkpoint keeps, nothing where one loader is all: its position is there anyway. The place `now` is at `position`."""
+        positions = [place.position if place is not now else position for place in self._found]
+        all_of_them = [(one, place.size) for one, place in zip(positions, self._found, strict=True)]
+        all_of_them += self._saved[len(all_of_them) :]
+        if len(all_of_them) <= 1:
+            return {}
+        number = now.number if now in self._found else self.now
+        return {"places": {"now": number, "all": [[one.dump(), size] for one, size in all_of_them]}}
+
+
+def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]], int]:
+    match saved:
+        case {"now": int(now), "all": list(several)} if 0 <= now < len(several):
+            return [_parse_one(one) for one in several], now
+    raise StateError(f"the checkpoint's places in the data are none: {str(saved)[:80]}")
+
+
+def _parse_one(saved: object) -> tuple[Position, int | None]:
+    match saved:
+        case [dict(position), int() | None as size]:
+            return Position.parse(position), size
+    raise StateError(f"the checkpoint's place in the data is none: {str(saved)[:80]}")
+
+
+def _data_of(loader: object) -> object:
+    """
+    Return what a loader is known by: its dataset, or its sampler where that is of a kind of its own.
+
+    So loaders that are made anew for each epoch are the same one, and so is what goes through one for a progress bar.
+    """
+    if isinstance(loader, Iterator):
+        return _STREAM
+    inner = getattr(loader, "iterable", None)  # tqdm's
+    if inner is not None:
+        return _data_of(inner)
+    for of_its_own in (getattr(loader, name, None) for name in ("batch_sampler", "sampler")):
+        if of_its_own is not None and type(of_its_own).__name__ not in _USUAL:
+            return of_its_own
+    dataset = getattr(loader, "dataset", None)
+    return loader if dataset is None else dataset
+
+
+_USUAL: Final = frozenset(
+    {
+        "BatchSampler",
+        "BatchSamplerShard",
+        "DistributedSampler",
+        "RandomSampler",
+        "SeedableRandomSampler",
+        "SequentialSampler",
+        "StatefulDistributedSampler",
+        "_InfiniteConstantSampler",
+    }
+)
+
+
+def _size_of(what: Any) -> int | None:  # noqa: ANN401  # duck-typed
+    try:
+        return len(what)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _reference_to(what: object) -> Callable[[], object]:
+    """Not to keep large data alive; a list is kept, since another one could come to lie where it was."""
+    try:
+        return weakref.ref(what)
+    except TypeError:
+        return lambda: what
