@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from runner.adapters.secrets import with_store_keys
 from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import RunnerError
@@ -113,7 +114,7 @@ def _ask_store(job: Job, *, ask_store: bool) -> tuple[_Store, str]:
     from runner.storage.offsite import open_store, surveying  # noqa: PLC0415  # slow
 
     try:
-        store = open_store(job.offload, os.environ)
+        store = open_store(job.offload, with_store_keys(os.environ))
         survey, raw = surveying.survey(store, job.name), store.get(f"{job.name}/ledger.json", limit_bytes=16 << 20)
     except RunnerError as error:
         first = str(error).splitlines()[0]

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from runner.adapters.secrets import OWN_STORE_KEYS, STORE_KEYS
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.naming import JOB_VARIABLE, add_job, named_job
 from runner.cli.output import out, out_json
@@ -31,9 +32,8 @@ _SOCKET: Final = "/var/run/docker.sock"
 _STOP_TIMEOUT_S: Final = 120
 _ULIMITS: Final = {"memlock": -1, "stack": 64 << 20, "nofile": 1 << 20}  # pinned memory, deep stacks, many shards
 _STORE_KEYS: Final = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
+    *STORE_KEYS,
+    *OWN_STORE_KEYS,
     "AWS_REGION",
     "AWS_DEFAULT_REGION",
     "AWS_ENDPOINT_URL",

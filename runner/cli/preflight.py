@@ -12,6 +12,7 @@ from typing import Final
 
 from runner.adapters.providers import with_secrets
 from runner.adapters.rented import rented
+from runner.adapters.secrets import with_store_keys
 from runner.cli.load import load_job
 from runner.cli.loop import find_out, find_wrong
 from runner.cli.naming import add_job, named_job
@@ -69,7 +70,7 @@ def _look(setting: Setting, env: dict[str, str]) -> Preflight:
         num_cards=setting.num_cards,
         run_dir=Path(job.run_dir),
         workdir=code / job.workdir if job.workdir else code,
-        env=env,
+        env=with_store_keys(env),
         server=setting.server,
         deadline_at=deadline(job.limits, datetime.now(UTC), setting.server),
     )

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from runner.adapters.secrets import with_store_keys
 from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
 from runner.errors import JobError, StoreError
@@ -49,7 +50,7 @@ def _send(loaded: LoadedJob, env: Mapping[str, str], raw: bytes) -> None:
     from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
 
     with suppress(Exception):  # why the run ended is said elsewhere; this is only one more place
-        open_store(loaded.job.offload, env).put(f"{loaded.job.name}/{REFUSAL}", raw)
+        open_store(loaded.job.offload, with_store_keys(env)).put(f"{loaded.job.name}/{REFUSAL}", raw)
 
 
 def newest_word(status: Mapping[str, Any], refusal: Mapping[str, Any]) -> Mapping[str, Any]:

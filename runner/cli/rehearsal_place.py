@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from runner.adapters.secrets import with_store_keys
 from runner.cli.output import Bar
 from runner.errors import JobError, LockedError, MachineError
 from runner.facts import Checkpoint
@@ -102,7 +103,7 @@ class Place:
     def __init__(self, job: Job, limit: timedelta) -> None:
         from runner.storage.offsite import open_store  # noqa: PLC0415  # slow
 
-        self.store: Store = open_store(job.offload, os.environ)
+        self.store: Store = open_store(job.offload, with_store_keys(os.environ))
         self._name, self._key, self._limit = job.name, f"{job.name}/{MARK}", limit
         self.is_ours = False  # what is not is not to be cleared
         self._who = f"{socket.gethostname()}:{job.run_dir}"

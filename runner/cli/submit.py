@@ -28,7 +28,7 @@ from typing import Any, Final
 from runner.adapters.providers import vramfarm, with_secrets
 from runner.adapters.providers.contract import Keep
 from runner.adapters.providers.http import make_send
-from runner.adapters.secrets import FOLDER, find_values
+from runner.adapters.secrets import FOLDER, OWN_STORE_KEYS, STORE_KEYS, find_values
 from runner.cli.dates import DATE_VARIABLE
 from runner.cli.load import LoadedJob, load_job, place_of
 from runner.cli.naming import JOB_VARIABLE, add_job, named_job
@@ -68,7 +68,7 @@ from runner.supervise.pack import pack
 STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
 WORKSPACE: Final = "/workspace"
 _PASSED_ON: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
-_STORE_SECRETS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNNER_NOTIFY_URL")
+_STORE_SECRETS: Final = (*STORE_KEYS, *OWN_STORE_KEYS, "RUNNER_NOTIFY_URL")
 _LOOK_S: Final = 5.0
 _SELDOM_S: Final = 30.0
 _PATIENCE_S: Final = 600.0  # with a provider or a store that does not answer

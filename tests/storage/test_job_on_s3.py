@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.s3server import BUCKET
+from tests.s3server import BUCKET, SECRET_KEY
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 JOB = """
@@ -74,13 +74,16 @@ def test_a_job_from_the_bucket_ends_in_the_bucket(cloud, tmp_path):
 def test_data_comes_in_and_outputs_go_out(cloud, s3server, tmp_path):
     """
     The corpus is here before the job is launched; what it wrote beside its checkpoints is in the bucket, all of it.
+    With a key of the runner's own, of which the command has nothing.
     """
     at, env = cloud
+    env = {f"VRAMFARM_{name}" if name in s3server.env else name: value for name, value in env.items()}
     client, prefix = s3server.client(), at.removeprefix(f"s3://{BUCKET}/")
     job = client.get_object(Bucket=BUCKET, Key=f"{prefix}/job.yaml")["Body"].read().decode()
     job = job.replace("setup:", 'data: [{from: "%s/corpus", to: "{workspace}/corpus"}]\nsetup:' % at)  # noqa: UP031
     job = job.replace(
-        "command: ", "command: sh -c 'cp {workspace}/corpus/words {workspace}/board/copy && exec \"$@\"' sh "
+        "command: ",
+        "command: sh -c 'cp {workspace}/corpus/words {workspace}/board/copy && env > {workspace}/board/env && exec \"$@\"' sh ",
     )
     job = job.replace("echo set-up", "mkdir -p {workspace}/board && echo set-up") + 'outputs: ["{workspace}/board"]\n'
     client.put_object(Bucket=BUCKET, Key=f"{prefix}/job.yaml", Body=job.encode())
@@ -92,6 +95,7 @@ def test_data_comes_in_and_outputs_go_out(cloud, s3server, tmp_path):
     assert b"words" == (tmp_path / "workspace" / "corpus" / "words").read_bytes()
     copied = client.get_object(Bucket=BUCKET, Key=f"{prefix}/runs/tiny/outputs/board/copy")["Body"].read()
     assert b"words" == copied
+    assert SECRET_KEY not in (tmp_path / "workspace" / "board" / "env").read_text()
     assert "the data is in place: 1 files" in done.stderr
 
 
