@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from math import isfinite
+from pathlib import PurePath
 from typing import Any
 
 from runner.adapters.frameworks import get_framework
@@ -629,7 +630,7 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
         lines.append(f"cost         {spent} so far, {useful} of it for training that was kept")
     if advice := tell_cadence(job, history, seen):
         lines.append(f"cadence      {advice}")
-    lines.append(f"server       {_server_end(around.server, seen, end)}")
+    lines.append(f"server       {_server_end(job, around.server, seen, end)}")
     if after := afterwards(job, around.server, end):
         lines.append(f"after it     {after}")
     return lines
@@ -746,15 +747,19 @@ def _outputs(job: Job, seen: Observed) -> str:
     return f"not all in the store: {missing}"
 
 
-def _server_end(server: Server | None, seen: Observed, end: End) -> str:
+def _server_end(job: Job, server: Server | None, seen: Observed, end: End) -> str:
     if server is None:
         return "none to stop"
     if not end.stop:
         return f"{server.id} is kept, and billed"
     if not end.keep:
         return f"{server.id} is being stopped; its disk is thrown away: nothing is only there"
-    why = ", ".join(seen.only_here) or "checkpoints are"
-    return f"{server.id} is being stopped; its folder is kept by the provider: {why} only there"
+    folder = PurePath(job.finish.save_folder)  # names in it are relative, as they are told
+    beyond = [name for name in seen.only_here if not (folder / name).is_relative_to(folder)]
+    why = ", ".join(name for name in seen.only_here if name not in beyond) or "checkpoints are"
+    lost = f"; not in it, and gone with the server: {', '.join(beyond)}" if beyond else ""
+    kept = "" if beyond == list(seen.only_here) and beyond else f": {why} only there"
+    return f"{server.id} is being stopped; its folder is kept by the provider{kept}{lost}"
 
 
 def afterwards(job: Job, server: Server | None, end: End) -> str:

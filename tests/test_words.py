@@ -387,6 +387,26 @@ def test_opening_and_closing_say_where_the_weights_go():
 
 
 @pytest.mark.parametrize(
+    ("only_here", "expected"),
+    [
+        ((), "kept by the provider: checkpoints are only there"),
+        (("a", "/workspace/b"), "kept by the provider: a, /workspace/b only there"),
+        (("a", "/data/x"), "kept by the provider: a only there; not in it, and gone with the server: /data/x"),
+        (("/data/x",), "kept by the provider; not in it, and gone with the server: /data/x"),
+    ],
+)
+def test_closing_says_what_the_folder_that_is_kept_does_not_hold(only_here, expected):
+    """
+    Outputs may lie anywhere; a provider keeps one folder.
+    """
+    end = End(code=4, stop=True, keep=True, reason="done, but")
+    job = JOB.model_copy(update={"finish": JOB.finish.model_copy(update={"save_folder": "/workspace"})})
+    lines = closing(job, History(conclusion=OVER), replace(SEEN, only_here=only_here), AROUND, end)
+
+    assert f"server       srv_abcdef is being stopped; its folder is {expected}" in lines
+
+
+@pytest.mark.parametrize(
     ("state", "expected"),
     [
         pytest.param(

@@ -253,11 +253,7 @@ def _warn_of_the_time(loaded: LoadedJob, now: datetime) -> Iterator[str]:
 
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     """What is allowed, and yet rarely meant."""
-    if not Path(job.checkpoint.dir).is_relative_to(job.finish.save_folder):
-        yield (
-            f"checkpoint.dir: {job.checkpoint.dir} is outside finish.save_folder ({job.finish.save_folder}): "
-            "a provider that keeps that folder does not keep the checkpoints"
-        )
+    yield from _not_kept(job)
     if job.offload.to is None:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif job.offload.to.startswith("file://"):
@@ -275,6 +271,17 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     for name in (*job.secrets, *job.notify):
         if name not in there:
             yield f"{name}: not in the environment here, nor in {FOLDER}"
+
+
+def _not_kept(job: Job) -> Iterator[str]:
+    checkpoints = ("checkpoint.dir", job.checkpoint.dir, "the checkpoints")
+    outputs = (("outputs", output, "what of it the store does not take") for output in job.outputs)
+    for key, place, what in (checkpoints, *outputs):
+        if not Path(place).is_relative_to(job.finish.save_folder):
+            yield (
+                f"{key}: {place} is outside finish.save_folder ({job.finish.save_folder}): "
+                f"a provider that keeps that folder does not keep {what}"
+            )
 
 
 def _passwords(job: Job) -> Iterator[str]:

@@ -40,20 +40,20 @@ class Links:
         return self._why_ours(_real(folder))
 
     def follow(self, path: str) -> tuple[str, str]:
-        """Where the file or folder is that a link stands for, or why it is left; both are empty where nothing is lost."""
+        """Where the file or folder is that a link stands for, and why it is left; both are empty where nothing is lost."""
         try:
             place = os.path.realpath(path, strict=True)
             kind = stat.S_IFMT(os.stat(place).st_mode)  # noqa: PTH116  # one of many
         except FileNotFoundError:
             return "", ""
         except OSError as error:
-            return "", "" if error.errno == errno.ELOOP else f"a link: {error.strerror or 'it cannot be read'}"
+            return ("", "") if error.errno == errno.ELOOP else (path, error.strerror or "it cannot be read")
         if kind not in {stat.S_IFREG, stat.S_IFDIR} or not self._covered.isdisjoint(_ways(place)):
             return "", ""
         if ours := self._why_ours(place):
-            return "", ours
+            return path, ours
         if not _is_in(place, self._workspace):
-            return "", f"a link to {place}, out of {self._workspace}: name that place in outputs"
+            return place, f"the link {path} leads there, out of {self._workspace}: name it in outputs"
         self._covered.add(place)
         self.followed.append(place)
         return place, ""

@@ -142,7 +142,8 @@ def _lead(entry: os.DirEntry[str], links: Links, leave: Leave) -> tuple[str, boo
             return entry.path, entry.is_dir(follow_symlinks=False)
         place, why = links.follow(entry.path)
         if why:
-            leave(Path(entry.path), why)
+            leave(Path(place), why)
+            return "", False
         return place, bool(place) and os.path.isdir(place)  # noqa: PTH112  # one of many
     return entry.path, False
 
