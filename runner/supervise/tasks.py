@@ -279,8 +279,8 @@ def _in_memory() -> BinaryIO:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By SIGSTOP, or by who looks into it: it does nothing until it is let go."""
-    return process.stat_fields(pid)[:1] in ([b"T"], [b"t"])
+    """By SIGSTOP: it does nothing until it is let go. A debugger that holds it (t) is somebody's who knows what he does."""
+    return process.stat_fields(pid)[:1] == [b"T"]
 
 
 def _progressed(state: Running, line: Mapping[str, Any], now: datetime) -> Running:
