@@ -15,7 +15,7 @@ _SLOW_START = timedelta(minutes=10)
 # just keeps the limit of a quarter of a megabyte in 15 s, the checksums of an output of 100 GB from a disk of 100 MB/s.
 # What can be told sooner is: who was stopped, and who never began.
 STUCK = timedelta(minutes=30)
-STOPPED = timedelta(seconds=10)  # a tool that looks into a process holds it for less
+STOPPED = timedelta(seconds=10)  # a tool that takes a picture of a process holds it for less
 NO_WORD = timedelta(
     minutes=2
 )  # to start Python and read the arguments, beside training that has all cores and the disk
