@@ -16,9 +16,8 @@ _SLOW_START = timedelta(minutes=10)
 # What can be told sooner is: who was stopped, and who never began.
 STUCK = timedelta(minutes=30)
 STOPPED = timedelta(seconds=10)  # a tool that takes a picture of a process holds it for less
-NO_WORD = timedelta(
-    minutes=2
-)  # to start Python and read the arguments, beside training that has all cores and the disk
+# To start Python and read the arguments is half a second of a core: a minute, with its niceness beside 25 busy processes a core.
+NO_WORD = timedelta(minutes=5)
 # Each of these ends with a listing of the store. One at a time: a listing that was taken before
 # the other's change would come after it, and be believed.
 _LISTING = frozenset({TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.TIDY})
