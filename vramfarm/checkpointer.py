@@ -26,14 +26,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import alike, copies, data, memory, resuming, run, state, unpickling
+from vramfarm import alike, apart, copies, data, memory, resuming, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed, Position, Saved, StatefulFeed, StreamFeed
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
 from vramfarm.places import Place, Places
-from vramfarm.protocol import FILES, Ended, Env, Phase, Reason, Word
+from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
 from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
@@ -49,7 +49,7 @@ ALONE: Final = (
     "or every rank goes through all samples"
 )
 _NOWHERE: Final = Place(-1, Position(), None, lambda: None)  # no loader was gone through yet
-_RESERVED: Final = frozenset({"model", "rng", "loader"})
+_RESERVED: Final = frozenset({"model", "rng", "loader", ALIKE})
 
 
 class Checkpointer:
@@ -548,11 +548,7 @@ class Checkpointer:
             }
             for name, optimizer in self._optimizers
         }
-        objects = {
-            name: snapshot.encode(thing.state_dict(), name)
-            for name, thing in self._objects.items()
-            if not isinstance(thing, nn.Module)
-        }
+        objects, own_objects, told = self._collect_objects(snapshot)
         snapshot.shared = {
             "step": self._step,
             "seed": self._seed,
@@ -564,12 +560,31 @@ class Checkpointer:
             "objects": objects,
         }
         snapshot.own = {"rng": snapshot.encode_own(state.collect_rng(), "rng")}
+        snapshot.own |= {"objects": own_objects} if own_objects else {}
+        snapshot.own |= {ALIKE: told} if told else {}
         if self._world.rank and any(known.own_states.values()):
             snapshot.own["optimizers"] = known.own_states
         loader_state = self._feed[-1].state() if self._feed else _state_of(self._loader)
         if loader_state is not None:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
         return snapshot
+
+    def _collect_objects(self, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return what is the same on all ranks, what is this rank's own, and by what the saver sees whether the first really is."""
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        told: dict[str, Any] = {}
+        objects = self._training().objects
+        kept_apart = apart.names(self._seat.page, objects)
+        for name, thing in objects.items():
+            state_of_it, before = thing.state_dict(), len(snapshot.pieces)
+            if name in kept_apart:
+                own[name] = snapshot.encode_own(state_of_it, name)
+                continue
+            shared[name] = snapshot.encode(state_of_it, name)
+            if self._world.size > 1:
+                told[name] = apart.describe(snapshot, name, shared[name], snapshot.pieces[before:])
+        return shared, own, told
 
     def _refuse_pickles(self) -> None:
         """At the start, and after the first step, when all is there that is made late: not when it is to be loaded."""
@@ -636,6 +651,8 @@ class Checkpointer:
         self._position, self._done = replace(found.position), replace(found.position)
         self._saved = Saved(found.position, found.data_ranks, found.loader_state)
         self._places, self._feed = Places(found.places, found.position), None
+        if self._world.rank == 0:
+            apart.keep(self._seat.page, self._training().objects, found.apart)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
         note = f" of loader {self._places.now + 1}" if self._places.now else note
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from vramfarm import folder, image, protocol, writing
 from vramfarm.arenas import Arenas
@@ -97,6 +97,9 @@ class Committer:
             started = time.monotonic()
             written = self._write_shards(step, temporary, staged, held)
             self.shards_s = time.monotonic() - started
+            self._expect_alike(
+                temporary, staged
+            )  # first: who writes what is decided by the sizes of all that is saved once
             self._expect_cover([temporary / shard.path for shard in written])
             manifest = self._manifest(step, reason, identity, written, staged)
             self._page[Word.SAVE_NS] = time.monotonic_ns() - began  # whoever sees the folder asks how long it took
@@ -197,6 +200,25 @@ class Committer:
                 raise SaveError(f"{why}; the ranks do not agree on who saves what")
             self._covered = headers
 
+    def _expect_alike(self, temporary: Path, staged: Sequence[Staged]) -> None:
+        """What is saved once is the same on all ranks; from the next save on each saves its own of what is not."""
+        told = [one.state.get("own", {}).pop(protocol.ALIKE, {}) for one in staged]
+        if not any(told):
+            return
+        sums = [
+            _read_sums(temporary / protocol.shard_name(rank, len(staged)), told[rank]) for rank in range(len(staged))
+        ]
+        differing = sorted(
+            {name for one in sums for name in sums[0].keys() | one.keys() if one.get(name) != sums[0].get(name)}
+        )
+        if not differing:
+            return
+        for number, name in enumerate(sorted(sums[0])):
+            self._page[Word.APART] |= (name in differing) << min(number, 63)
+        raise SaveError(
+            f"{', '.join(differing)}: differs from rank to rank; the next save has each rank's own, and a resume gives it back to that rank"
+        )
+
     def _write_shards(
         self, step: int, temporary: Path, staged: Sequence[Staged], held: Sequence[Held | None]
     ) -> tuple[protocol.Shard, ...]:
@@ -271,6 +293,20 @@ def _places(rank: int, state: dict[str, Any], size: int) -> list[tuple[int, int]
     if found[-1][1] != size:
         raise SaveError(f"rank {rank}: staged {size} bytes, and files that end at {found[-1][1]}")
     return found
+
+
+def _read_sums(path: Path, told: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank says of its objects, with the sums in its shard."""
+    if not any(keys for _, keys in told.values()):
+        return told
+    placed = {one.box.key: one for one in image.parse_header(*_read_header(path))}
+    with path.open("rb") as file:
+        return {name: [crc, [_read(file, placed[key]) for key in keys]] for name, (crc, keys) in told.items()}
+
+
+def _read(file: IO[bytes], placed: image.Placed) -> bytes:
+    file.seek(placed.begin)
+    return file.read(placed.end - placed.begin)
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:

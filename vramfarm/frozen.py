@@ -24,11 +24,12 @@ def sums(tensors: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """Return one number for each tensor, on its device: the sum of its bytes as whole numbers. Starts there, waits for nothing."""
     found: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(_words(tensor).sum(dtype=torch.int64))
+        found.setdefault(tensor.device, []).append(words_of(tensor).sum(dtype=torch.int64))
     return {device: torch.stack(several) for device, several in found.items()}
 
 
-def _words(tensor: Tensor) -> Tensor:
+def words_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as whole numbers, as wide as they fit."""
     flat = tensor.reshape(-1).view(torch.uint8)
     width, dtype = next((w, d) for w, d in _WIDTHS if flat.numel() % w == 0 and flat.data_ptr() % w == 0)
     return flat.view(dtype) if flat.storage_offset() % width == 0 else flat

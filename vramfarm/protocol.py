@@ -64,6 +64,9 @@ MAX_MANIFEST_BYTES: Final = 16 << 20  # enough for 10 TB; hostile JSON of this s
 WAITING: Final = "waiting: "  # begins what `ControlPage.error` says of a save that has not failed
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
+ALIKE: Final = (
+    "alike"  # in a rank's own JSON: by objects' names, a sum of their JSON and the keys of sums of their tensors
+)
 FILES: Final = "files"  # in a rank's JSON: the sizes of its files, where it has several
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
@@ -339,6 +342,7 @@ class Word(IntEnum):
     SAVE_NS = 14  # saver: duration of the last commit, staged to durable
     SAVE_BYTES = 15  # saver: size of the last commit
     ENDED = 16  # saver: `Ended`, after the end record is durable
+    APART = 19  # saver, and local rank 0 before there is one: a bit for each object by name, 1 where ranks have a state of their own
     UNRECORDED = 18  # local rank 0: 1 means a last save at the script's exit, which records no end
     SERVED_SAVE = 17  # saver: the REQUEST_SAVE that was answered last, by a commit or a failure
 

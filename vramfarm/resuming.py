@@ -44,7 +44,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says beyond what was put back. `rng` and `loader_state` are this rank's own, None where the ranks are not the same."""
+    """What a checkpoint says beyond what was put back. Each rank has its own of the objects that are `apart`. `rng` and `loader_state` are this rank's own, None where the ranks are not the same."""
 
     step: int
     position: Position
@@ -52,6 +52,7 @@ class Restored:
     rng: Any
     loader_state: Any
     places: Any
+    apart: frozenset[str]
     report: Report
 
 
@@ -138,8 +139,16 @@ def load(reader: Reader, training: Training) -> Restored:
     step = shared["step"]
     _apply_rng(own, training, step, len(ranks), report)
     position = Position.parse(shared["position"])
-    ranks_then, places = shared["data_ranks"], shared.get("places")
-    return Restored(step, position, ranks_then, own.get("rng"), own.get("loader"), places, report)
+    return Restored(
+        step=step,
+        position=position,
+        data_ranks=shared["data_ranks"],
+        rng=own.get("rng"),
+        loader_state=own.get("loader"),
+        places=shared.get("places"),
+        apart=frozenset(ranks["0"]["own"].get("objects", {})),
+        report=report,
+    )
 
 
 def _plan(
@@ -159,11 +168,20 @@ def _plan(
             whole = saved | {"state": state.merge_states(saved["state"], others)}
             yield name, state.plan_optimizer(reader, optimizer, list(models.values()), whole)
             report.restored(name)
+    rank = training.world.rank % len(ranks)
+    own = ranks[str(rank)]["own"].get("objects", {})
     for name, thing in training.objects.items():
-        if report.is_there(name, shared["objects"]):
-            yield name, state.plan_object(reader, thing, shared["objects"][name])
+        if name in own:
+            yield name, state.plan_object(reader, thing, own[name], name, rank)
+            report.restored(f"{name} (each rank's own)")
+            if len(ranks) != training.world.size:
+                report.left_out(
+                    f"{name}: each of {len(ranks)} ranks had its own, now {training.world.size}: rank n goes on with that of rank n modulo {len(ranks)}"
+                )
+        elif report.is_there(name, shared["objects"]):
+            yield name, state.plan_object(reader, thing, shared["objects"][name], name)
             report.restored(name)
-    saved_names = {n for kind in ("models", "optimizers", "objects") for n in shared[kind]}
+    saved_names = {n for kind in ("models", "optimizers", "objects") for n in shared[kind]} | own.keys()
     for name in sorted(saved_names - training.names()):
         report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
 

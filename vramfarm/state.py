@@ -45,8 +45,8 @@ class Snapshot:
     own: dict[str, Any] = field(default_factory=dict)
     _keys: set[str] = field(default_factory=set)
 
-    def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> None:
-        """Add a tensor. `StateError` if another one has its key, as those of {"a.b": one, "a": {"b": other}} have."""
+    def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> str:
+        """Add a tensor. Return its key. `StateError` if another one has its key, as those of {"a.b": one, "a": {"b": other}} have."""
         if key in self._keys:
             raise StateError(
                 f"{key}: two tensors would have this name in the checkpoint; give them keys that differ as text, and without dots"
@@ -56,6 +56,7 @@ class Snapshot:
             key, tensor, rank=self.rank, world_size=self.world_size, spread=spread, meshes=self.meshes
         )
         self.pieces.append(piece)
+        return key
 
     def add_range(self, key: str, found: Range, holder: Tensor | None = None) -> None:
         self.pieces.append(
@@ -87,7 +88,7 @@ class Snapshot:
                 if beside is not None:
                     self.add_beside(where, inner, beside)
                 else:
-                    self.add(where, inner, spread=spread)
+                    where = self.add(where, inner, spread=spread)
                 return {typed.TAG: "tensor", "v": where}
             if isinstance(inner, torch.Size):
                 return {typed.TAG: "size", "v": list(inner)}
@@ -98,11 +99,24 @@ class Snapshot:
         return typed.encode(value, path, leaf)
 
     def encode_own(self, value: object, path: str) -> Any:  # noqa: ANN401  # JSON
-        """The same for state that differs from rank to rank: every rank writes its tensors itself."""
-        alone = Snapshot(rank=0, world_size=1)
+        """The same for state that differs from rank to rank: every rank writes its tensors itself, but for those that are spread."""
+        alone = _Alone(rank=0, world_size=1, common=self, path=path)
         encoded = alone.encode(value, f"{path}.{self.rank}")
         self.pieces += alone.pieces
         return encoded
+
+
+@dataclass
+class _Alone(Snapshot):
+    """What one rank has of an object. A DTensor in it is all ranks', under a name of all ranks."""
+
+    common: Snapshot = field(kw_only=True)
+    path: str = field(kw_only=True)
+
+    def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> str:
+        if staging.is_dtensor(tensor):
+            return self.common.add(self.path + key.removeprefix(f"{self.path}.{self.common.rank}"), tensor)
+        return super().add(key, tensor, spread=spread)
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:  # noqa: ANN401  # JSON in, anything out
@@ -488,12 +502,12 @@ def _restore_precision(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------- other objects
 
 
-def plan_object(reader: Reader, thing: Any, saved: Any) -> Then:  # noqa: ANN401  # anything with load_state_dict
-    """Ask for any object's state; tensors take the layout and place that they have in the object now."""
+def plan_object(reader: Reader, thing: Any, saved: Any, name: str, rank: int | None = None) -> Then:  # noqa: ANN401  # anything with load_state_dict
+    """Ask for any object's state, or for what a `rank` had of it; tensors take the layout and place that they have in the object now."""
     present = _tensors_by_path(thing)
 
     def tensor(key: str) -> Tensor:
-        like = present.get(key.partition(".")[2])
+        like = present.get(key.removeprefix(f"{name}.{rank}.").removeprefix(f"{name}."))
         if like is None or tuple(like.shape) != reader.shape(key):
             return reader.whole(key)
         made = torch.empty_like(like, dtype=reader.dtype(key), requires_grad=False)

@@ -1,0 +1,62 @@
+"""
+Objects whose state differs from rank to rank, as replay buffers do.
+
+Nearly all are the same everywhere, and are saved once. So each rank only says in a save what its objects come to, in
+numbers; the saver, which has all ranks' words, compares them. Where they differ it gives up that save, and from the next
+one on every rank saves its own. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vramfarm import frozen
+from vramfarm.checksum import crc32
+from vramfarm.protocol import ControlPage, Word
+from vramfarm.staging import Piece
+from vramfarm.state import Snapshot
+
+_PARTS: Final = 64
+
+
+def names(page: ControlPage, objects: Iterable[str]) -> set[str]:
+    """Return those of the objects that each rank saves by itself."""
+    told = page[Word.APART]
+    return {name for number, name in enumerate(sorted(objects)) if told >> min(number, 63) & 1}
+
+
+def keep(page: ControlPage, objects: Iterable[str], apart: Iterable[str]) -> None:
+    """Go on with what a checkpoint has of each rank. On local rank 0, before there is a saver."""
+    found = set(apart)
+    for number, name in enumerate(sorted(objects)):
+        if name in found:
+            page[Word.APART] |= 1 << min(number, 63)
+
+
+def describe(snapshot: Snapshot, name: str, encoded: object, pieces: Sequence[Piece]) -> list[Any]:
+    """Return what the saver compares: a sum of an object's JSON, and the keys of tensors with sums of what is in its own. Waits for no device."""
+    whole = [piece.local for piece in pieces if not piece.spread]  # what is spread differs anyway
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in whole:
+        found.setdefault(tensor.device, []).append(_sums(tensor))
+    own = Snapshot(rank=0, world_size=1)
+    keys = [
+        own.add(f"alike.{name}.{snapshot.rank}.{number}", torch.cat(several))
+        for number, several in enumerate(found.values())
+    ]
+    snapshot.pieces += own.pieces
+    return [crc32(json.dumps(encoded).encode(), 0), keys]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Of its bytes as whole numbers; of several parts where the same numbers could stand in another order."""
+    words = frozen.words_of(tensor)
+    parts = 1 if tensor.is_floating_point() else _PARTS
+    size = words.numel() // parts
+    rest = words[size * parts :].to(torch.int64)
+    return torch.cat([words[: size * parts].view(parts, size).sum(dim=1, dtype=torch.int64), rest])
