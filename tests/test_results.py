@@ -1,9 +1,12 @@
 """What slow work answered, some of which came out of a bucket."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from runner.facts import Checkpoint, Finished, TaskKind
-from runner.results import StoreView
+from runner.facts import Checkpoint, Conclusion, Finished, Outcome, TaskKind
+from runner.results import StoreView, dump_conclusion, parse_conclusion
 from runner.tasks import dump_checkpoint
 from tests.simworld import START
 from vramfarm.protocol import Ref
@@ -44,3 +47,15 @@ def test_a_job_there_that_makes_no_sense_is_none(identity):
     view.learn({TaskKind.SURVEY: Finished(subject="store", at=START, result={"job": {"identity": identity}})})
 
     assert 0 == view.global_batch()
+
+
+@pytest.mark.parametrize("missing", ["", "not all outputs are in the store: x"])
+def test_how_a_run_ended_is_read_as_it_was_written(missing):
+    """
+    With what of it is not in the store; nothing of it moves a cursor.
+    """
+    over = Conclusion(outcome=Outcome.SUCCEEDED, reason="done", at=START)
+    told = dump_conclusion(over, attempt=3, missing=missing)
+
+    assert replace(over, attempt=3, missing=missing) == parse_conclusion(json.loads(json.dumps(told)))
+    assert "?[2J" == parse_conclusion({**told, "missing": "\x1b[2J"}).missing

@@ -85,6 +85,9 @@ SWAP = {"told_by": "srv_1", "verdict": "swap", "verdict_reason": "the fabric is 
             Night(rentals=(server(state=ServerState.UNKNOWN),)), Watch(server(state=ServerState.UNKNOWN)), id="unknown is not gone"
         ),
         pytest.param(Night(outcome="succeeded", reason="done"), Over(Outcome.SUCCEEDED, "done"), id="done: nothing to rent"),
+        pytest.param(
+            Night(outcome="succeeded", reason="done", missing="x"), Over(Outcome.SUCCEEDED, "done", "x"), id="done, and not all is there"
+        ),
         pytest.param(Night(outcome="gave_up", reason="x"), Over(Outcome.GAVE_UP, "x"), id="a fault of the job is not paid for again"),
         pytest.param(Night(outcome="refused"), Rent(1), id="a machine at fault: another one"),
         pytest.param(
