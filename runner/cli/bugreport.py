@@ -17,7 +17,7 @@ from runner import __version__
 from runner.cli.workspace import workspace_of
 from vramfarm.protocol import Env
 
-_PACKAGES: Final = ("botocore", "pydantic", "ruamel.yaml", "tenacity", "watchdog")
+_PACKAGES: Final = ("botocore", "pydantic", "ruamel.yaml", "structlog", "tenacity", "watchdog")
 _SECRET_NAME: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|NOTIFY|AUTH", re.IGNORECASE)
 _QUERY: Final = re.compile(r"(://)[^/@\s]*@|(\?)[^\s'\"]+")
 _SHORTEST_SECRET: Final = 6

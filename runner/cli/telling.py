@@ -12,6 +12,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from runner.cli.bugreport import where
 from runner.cli.streams import plain
 from runner.facts import History, Observed, Outcome
@@ -46,19 +48,39 @@ _MEASURE_EVERY: Final = timedelta(seconds=10)
 _MAX_METRICS_BYTES: Final = 8 << 20
 
 
+def _plain(logger: object, name: str, event: structlog.typing.EventDict) -> str:
+    """`12:04:31 commit step=500`: no colour, nothing to parse."""
+    del logger, name
+    stamp, text = event.pop("timestamp"), event.pop("event")
+    return plain(" ".join([stamp, text, *(f"{k}={v}" for k, v in event.items())]))
+
+
+class _Stderr:
+    """
+    Where lines go; it never raises and never waits. A terminal that is closed, or stopped by
+    Ctrl-S, must not end a run or hold it up; what it misses is in the logs.
+    """
+
+    def msg(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            if select.select([], [sys.stderr], [], 0)[1]:
+                os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
+
+    debug = info = warning = error = critical = msg
+
+
+def _logger() -> structlog.typing.FilteringBoundLogger:
+    logger: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
+        _Stderr(),
+        processors=[structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _plain],
+        wrapper_class=structlog.make_filtering_bound_logger(0),
+    )
+    return logger
+
+
 def say(text: str) -> None:
-    """A line of the log: `12:04:31 commit step=500`, no colour, nothing to parse."""
-    _write(f"{datetime.now(UTC).astimezone():%H:%M:%S} {plain(text)}")
-
-
-def _write(text: str) -> None:
-    """
-    Never raises and never waits. A terminal that is closed, or stopped by Ctrl-S, must not end a run or hold it up;
-    what it misses is in the logs.
-    """
-    with suppress(OSError, ValueError):
-        if select.select([], [sys.stderr], [], 0)[1]:
-            os.write(sys.stderr.fileno(), f"{text}\n".encode(errors="replace"))
+    """One line of the log, before there is a run to tell of."""
+    _logger().info(text)
 
 
 class Teller:
@@ -69,6 +91,7 @@ class Teller:
     ) -> None:
         """`stop_timeout`: what the container was told that `docker stop` waits; None outside containers."""
         self._job, self._folder, self._around, self._machine = job, folder, around, machine
+        self._log = _logger()
         self._before: Observed | None = None
         self._progress_at: datetime | None = None
         self._status_at: datetime | None = None
@@ -100,15 +123,17 @@ class Teller:
         if (found := where(error)) not in self._faults:
             self._faults.add(found)
             fault = f"{type(error).__name__}: {str(error)[:200]} ({found})"
-            say(f"{what} cannot be told, which is a fault of the runner: {fault}; the run is not touched by it")
+            self._log.warning(
+                f"{what} cannot be told, which is a fault of the runner: {fault}; the run is not touched by it"
+            )
 
     def _tell(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
         if self._before is None:
             self._begun_at = seen.now
             for line in opening(self._job, self._around, self._machine):
-                say(line)
+                self._log.info(line)
             if history.conclusion and not isinstance(action, GoOn):
-                say(_tell_over(history.conclusion.outcome))
+                self._log.info(_tell_over(history.conclusion.outcome))
             else:
                 self._tell_grace(first=True)
         self._echo(history)
@@ -123,7 +148,7 @@ class Teller:
             self._say(line)
         if isinstance(action, Launch):
             for line in tell_batch(self._job, action, history, seen):
-                say(line)
+                self._log.info(line)
         self._tell_draining(seen, history)
         has_news = not isinstance(action, Wait | Accept) or knows_saves != (self._save_s is not None)
         self._write_status(seen, history, has_news=has_news)
@@ -139,7 +164,7 @@ class Teller:
 
     def _say(self, line: str) -> None:
         self._message = line
-        say(line)
+        self._log.info(line)
 
     def _echo(self, history: History) -> None:
         """What rank 0 prints is what `docker logs` is looked at for; the other ranks have their files."""
@@ -154,7 +179,7 @@ class Teller:
         if dropped := self._follower.num_dropped:
             lines.insert(0, f"  | ({dropped} lines more; vramfarm-runner logs has them)")
         if lines:
-            _write("\n".join(lines))  # one write
+            _Stderr().msg("\n".join(lines))  # one write
 
     def _tell_progress(self, seen: Observed) -> None:
         progress, before = seen.progress, self._before.progress if self._before else None
@@ -164,7 +189,7 @@ class Teller:
         lines = [progress_line(seen)] if moved else []
         lines += still_running(seen, longer_than=_EARLY)
         for line in lines:
-            say(line)
+            self._log.info(line)
         if lines:
             early = seen.now - self._begun_at < _FIRST_MINUTE
             self._progress_at = seen.now + (_EARLY if early else _LATE)
@@ -175,7 +200,7 @@ class Teller:
         if self._scaling_told == attempt or not (line := tell_scaling(self._job, history, seen)):
             return
         self._scaling_told = attempt
-        say(line)
+        self._log.info(line)
 
     def _tell_grace(self, *, first: bool) -> None:
         """At the start, and again when the answer becomes another."""
@@ -184,14 +209,14 @@ class Teller:
         now = grace(self._save_s, self._stop_timeout)
         if first or now.enough is not self._enough:
             self._enough = now.enough
-            say(now.line)
+            self._log.info(now.line)
 
     def _tell_end(self, seen: Observed, history: History) -> None:
         """At the start, and once more when the first upload has shown how long it takes."""
         parts = 1 + bool(seen.last_upload_s and seen.local)
         if history.conclusion is None and history.opened_at and self._end_told < parts:
             self._end_told = parts
-            say(tell_end(self._job, history, seen, self._around.server))
+            self._log.info(tell_end(self._job, history, seen, self._around.server))
 
     def _tell_draining(self, seen: Observed, history: History) -> None:
         """Once: whoever asked for the end sees that it is not forgotten, and how long it may take."""
@@ -237,9 +262,9 @@ class Teller:
             self._tell_fault("the end", error)
 
     def _sum_up(self, seen: Observed, history: History, end: End) -> None:
-        say("summary")
+        self._log.info("summary")
         for line in closing(self._job, history, replace(seen, last_save_s=self._saved_s), self._around, end):
-            say(f"  {line}")
+            self._log.info(f"  {line}")
         self._write_status(seen, history, has_news=True, end=end)
         with suppress(OSError):
             self._folder.report.write_text(page(gather_folder(self._folder.root)))

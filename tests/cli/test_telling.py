@@ -19,9 +19,9 @@ from tests.simworld import START
 
 SAYS = """
 import os, sys
-from runner.cli.telling import say
+from runner.cli.telling import _Stderr
 for number in range(20_000):
-    say("a line of some length, to fill whatever buffer there is " * 2)
+    _Stderr().msg("a line of some length, to fill whatever buffer there is " * 2)
 print("went on")
 """
 
