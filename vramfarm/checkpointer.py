@@ -227,8 +227,13 @@ class Checkpointer:
             self._seat.page[Word.REQUEST_SAVE] += 1
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save that was staged last is on the disk, or has failed: `saved_step` tells. False after `timeout_s`, or if the disk does not answer."""
-        return self._seat.wait(timeout_s)
+        """
+        Wait until the save that was staged last is on the disk, or has failed: `saved_step` tells.
+
+        False after `timeout_s`, if the disk does not answer, or where one that was asked for has yet to begin: it does so at one of the next steps.
+        """
+        page = self._seat.page
+        return self._seat.wait(timeout_s) and page[Word.REQUEST_SAVE] == page[Word.SERVED_SAVE]
 
     def finish(self) -> None:
         """

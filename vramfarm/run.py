@@ -37,6 +37,9 @@ _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _rounds = itertools.count()
 
 
+_RESUME: Final = "resume: expected auto, never or a checkpoint's folder"
+
+
 class ResumeError(RuntimeError):
     """There are checkpoints, and none can be used; starting over would lose them silently."""
 
@@ -60,6 +63,8 @@ def wanted(directory: str | Path, save_interval: object, keep_last: object, resu
         )
     if type(keep_last) is not int or keep_last < 1:
         raise ValueError(f"keep_last: expected a number of checkpoints, 1 at least, got {keep_last!r}")
+    if not isinstance(resume, str | Path):
+        raise ValueError(f"{_RESUME}, got {resume!r}")  # noqa: TRY004  # as for the other keywords
     place = Path(directory).expanduser()
     chosen = str(resume) if str(resume) in {"auto", "never"} else str(Path(str(resume)).expanduser())
     return Wanted(place, parse_interval(save_interval), keep_last, chosen, parse_staging(staging))
@@ -174,9 +179,15 @@ def choose(directory: Path, resume: str) -> Choice:
 def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) -> Choice:
     """Going back to an older checkpoint begins a new lineage, so that its future counts as newer."""
     path = path.absolute()
+    if not path.is_dir():
+        raise ResumeError(f"{_RESUME}, got {str(path)!r}, which is no folder")
+    if not (path / protocol.MANIFEST).exists():
+        raise ResumeError(
+            f"{_RESUME}, got {str(path)!r}, which has no {protocol.MANIFEST}: no checkpoint was committed there"
+        )
     stored = folder.read(path)
     if isinstance(stored, str):
-        raise ResumeError(f"resume: expected auto, never or a checkpoint's folder; {path}: {stored}")
+        raise ResumeError(f"{_RESUME}; {path}: {stored}")
     if not found or found[0].manifest.ref == stored.manifest.ref:
         return Choice(path, max(lineage, stored.manifest.lineage), attempt)
     return Choice(path, lineage + 1, 1)

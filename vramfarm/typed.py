@@ -16,6 +16,7 @@ from typing import Any, Final
 
 TAG: Final = "$"
 _NUMBERS: Final = "biufc"  # kinds of numpy types
+_DOUBLE: Final = 8  # bytes: so many of a numpy number are Python's own
 LARGE_BYTES: Final = (
     64 << 10
 )  # an array from here on is the leaf's: as JSON it would take a third more, and its reader's patience
@@ -29,7 +30,8 @@ class StateError(TypeError):
 
 def refuse(path: str, value: object) -> Any:  # noqa: ANN401  # stands in for a leaf encoder, never returns
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise StateError(f"{path}: cannot be saved without pickle: a value of type {kind}")
+    dtype = f" with dtype {value.dtype}" if hasattr(value, "dtype") else ""
+    raise StateError(f"{path}: cannot be saved without pickle: a value of type {kind}{dtype}")
 
 
 def encode(value: Any, path: str, leaf: Leaf = refuse) -> Any:  # noqa: ANN401, PLR0911  # any value a state_dict may hold; one line a kind
@@ -37,6 +39,8 @@ def encode(value: Any, path: str, leaf: Leaf = refuse) -> Any:  # noqa: ANN401, 
     kind = type(value)
     if value is None or kind in {bool, int, str}:
         return value
+    if kind.__module__ == "numpy":  # before numbers: some of its are Python's, too, and would come back as those
+        return _encode_numpy(value, path, leaf)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _tagged("float", repr(float(value)))
     if kind is list:
@@ -47,8 +51,6 @@ def encode(value: Any, path: str, leaf: Leaf = refuse) -> Any:  # noqa: ANN401, 
         return _encode_mapping(value, path, leaf)
     if kind in {bytes, bytearray}:
         return _tagged(kind.__name__, base64.b64encode(value).decode())
-    if kind.__module__ == "numpy":
-        return _encode_numpy(value, path, leaf)
     return leaf(path, value)
 
 
@@ -62,10 +64,13 @@ def _encode_mapping(value: Any, path: str, leaf: Leaf) -> Any:  # noqa: ANN401  
 
 
 def _encode_numpy(value: Any, path: str, leaf: Leaf) -> Any:  # noqa: ANN401  # see encode
-    if getattr(value, "shape", None) == () and not value.dtype.hasobject and value.dtype.kind in "biuf":
-        return encode(value.item(), path, leaf)
-    if type(value).__name__ != "ndarray" or value.dtype.kind not in _NUMBERS:
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "kind", "") not in _NUMBERS or (type(value).__name__ != "ndarray" and value.shape != ()):
         return refuse(path, value)
+    if type(value).__name__ != "ndarray":
+        is_python_exact = value.dtype.kind != "c" and value.dtype.itemsize <= _DOUBLE
+        number = value.item() if is_python_exact else value.reshape(1)
+        return _tagged("number", [value.dtype.str, encode(number, path, leaf)])
     if value.nbytes >= LARGE_BYTES and leaf is not refuse:
         in_order = value if value.flags.c_contiguous else value.copy(order="C")
         return _tagged("array", [value.dtype.str, list(value.shape), leaf(path, in_order.reshape(-1).view("u1"))])
@@ -89,6 +94,13 @@ def decode(value: Any, leaf: Leaf = refuse) -> Any:  # noqa: ANN401  # see encod
     if kind in _DECODERS:
         return _DECODERS[kind](inner, leaf)
     return leaf(kind, inner)
+
+
+def _decode_number(inner: Any, leaf: Leaf) -> Any:  # noqa: ANN401  # see encode
+    import numpy as np  # noqa: PLC0415  # only where one was saved
+
+    dtype, number = inner
+    return np.asarray(decode(number, leaf), _expect_numbers(np.dtype(dtype))).reshape(1)[0]
 
 
 def _decode_ndarray(inner: Any, _: Leaf) -> Any:  # noqa: ANN401  # see encode
@@ -128,6 +140,7 @@ _DECODERS: Final[dict[str, Callable[[Any, Leaf], Any]]] = {
     "float": lambda inner, _: float(inner),
     "bytes": lambda inner, _: base64.b64decode(inner),
     "bytearray": lambda inner, _: bytearray(base64.b64decode(inner)),
+    "number": _decode_number,
     "ndarray": _decode_ndarray,
     "array": _decode_array,
 }

@@ -882,7 +882,12 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"save_interval": -1}, "save_interval: expected something like 30m, 90s or seconds, more than 0, got -1"),
         ({"save_interval": float("nan")}, "save_interval: expected something like 30m, .* got nan"),
         ({"dir": "s3://bucket/run"}, "dir: expected a folder on this machine, got 's3://bucket/run'"),
-        ({"resume": True}, "resume: expected auto, never or a checkpoint's folder; .*/True"),
+        ({"resume": True}, "resume: expected auto, never or a checkpoint's folder, got True$"),
+        (
+            {"resume": "none"},
+            "resume: expected auto, never or a checkpoint's folder, got '.*/none', which is no folder$",
+        ),
+        ({"resume": "/proc/self"}, "got '/proc/self', which has no MANIFEST.json: no checkpoint was committed there$"),
         ({"data_parallel": (5, 2)}, r"data_parallel: expected \(rank, size\) .* got \(5, 2\)"),
         ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
         ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
@@ -1098,6 +1103,18 @@ def test_there_may_be_a_validation_between_epochs(tmp_path, limits):
     assert [0, 3, 5] == run(3)
     assert 15 == newest(tmp_path).manifest.step
     assert 15 == small(tmp_path)[2].saved_step
+
+
+def test_a_save_that_was_asked_for_after_the_last_step_is_not_said_to_be_there(tmp_path):
+    """
+    It begins at one of the next steps, and there may be none.
+    """
+    _, _, ckpt = small(tmp_path)
+    list(ckpt.steps([torch.ones(1)] * 2, finish=False))
+    assert ckpt.wait(20)
+    ckpt.save()
+
+    assert not ckpt.wait(20)
 
 
 def test_after_the_end_nothing_is_trained_in_silence(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from vramfarm import data
 from vramfarm.data import GlobalBatches, Position, Saved, World
@@ -131,6 +131,17 @@ def test_ranks_see_other_data_even_without_a_distributed_sampler():
     parts = [itertools.chain(*through(data.feed(loader, World(r, 3), 0, None), Position(), 4)) for r in range(3)]
 
     assert list(range(24)) == sorted(itertools.chain(*parts))
+
+
+def test_a_sampler_that_knows_nothing_of_ranks_is_noticed():
+    """
+    Each rank would go through as many samples as one alone.
+    """
+    one_sampler = WeightedRandomSampler(torch.ones(24), 24)
+    loader = DataLoader(numbers(24), batch_size=2, sampler=one_sampler)
+
+    assert data.is_unshared(loader, World(0, 2))
+    assert not data.is_unshared(loader, World(0, 1))
 
 
 def test_a_distributed_sampler_is_replaced():

@@ -69,15 +69,38 @@ def test_what_json_cannot_say():
     assert (-math.inf, "-0.0") == (inf, str(zero))
 
 
-def test_numpy_comes_back():
-    """
-    Arrays keep type and shape; scalars become Python's.
-    """
-    array = np.arange(6, dtype=np.uint32).reshape(2, 3)
+NUMBERS = [
+    np.int64(3),
+    np.float64(0.1),
+    np.float32(2.5),
+    np.float16("nan"),
+    np.bool_(True),
+    np.longdouble(1) / 3,
+    np.complex64(1 + 2j),
+    np.array(3.5),
+    np.arange(6, dtype=np.uint32).reshape(2, 3),
+    np.arange(4, dtype=">f4"),
+]
 
-    back, number = there_and_back([array, np.int64(3)])
 
-    assert (array.dtype, array.tolist(), 3) == (back.dtype, back.tolist(), number)
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def test_numpy_comes_back(value):
+    """
+    As what it was: a number is none of Python's, an array without dimensions no number.
+    """
+    (back,) = there_and_back([value])
+
+    assert type(value) is type(back)
+    assert (value.dtype, value.shape) == (back.dtype, back.shape)
+    assert np.array_equal(value, back, equal_nan=True)
+
+
+def test_a_type_of_numpys_that_is_refused_is_named():
+    """
+    An array of numbers would do, so which kind it is has to be said.
+    """
+    with pytest.raises(StateError, match=r"x: cannot be saved .* numpy.ndarray with dtype <U2"):
+        typed.encode(np.array(["a", "bc"]), "x")
 
 
 @pytest.mark.parametrize(
