@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test test-failed check bench bench-transfer correctness chaos chaos-disks chaos-exits test-old-torch install clean docs
+.PHONY: run test test-failed check bench bench-transfer correctness chaos chaos-disks chaos-stores chaos-outputs chaos-exits test-old-torch install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -59,6 +59,15 @@ chaos: install
 # Disks that are full, read-only, slow or failing below a whole run; and how long a training takes to end while a save is on its way.
 chaos-disks: install
 	PYTHONPATH=. $(BIN)/python benchmarks/chaos/disks.py
+
+# Stores that are down, full, broken or silent beside a whole run; and many small outputs. STAYS: seconds for which one is down.
+STAYS ?= 1200
+STORES ?=
+chaos-stores: install
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos/stores.py --stays-s $(STAYS) $(STORES)
+
+chaos-outputs: install
+	PYTHONPATH=. $(BIN)/python benchmarks/chaos/outputs.py
 
 chaos-exits: install
 	PYTHONPATH=. $(BIN)/python benchmarks/chaos/exits.py

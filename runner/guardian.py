@@ -53,7 +53,7 @@ from runner.policy.guard import (
 )
 from runner.supervise.apart import Apart, Scribe, apart, wait_for_file
 from runner.supervise.kills import count_kills
-from runner.supervise.process import Process, be_subreaper, current, end_all, find
+from runner.supervise.process import Process, be_subreaper, current, end_all, find, with_descendants
 from vramfarm.protocol import Env
 
 RUNNER: Final = (sys.executable, "-I", "-m", "runner", "loop")
@@ -83,7 +83,8 @@ class Guardian:
         self._send = make_send()
         self._listeners = tuple(filter(None, [env.get(NOTIFY, "")]))
         self._leaving = False
-        self._mark = f"{os.getpid()}-{current().started}"
+        self._own_pid = os.getpid()
+        self._mark = f"{self._own_pid}-{current().started}"
         self._pid = 0
         self._accepted = ""  # run folder, once a runner of ours has accepted the job
         self._exit: int | None = None
@@ -279,8 +280,15 @@ class Guardian:
 
     def _end_run(self) -> None:
         self._signal_runner(signal.SIGKILL)
-        if left := end_all(self._find_run, timeout_s=10.0):
-            log(f"{len(left)} processes of the run hang in the kernel")
+        find_run, limit = self._find_run, self._waits.killed
+        try:
+            left = int(apart(lambda: b"%d" % len(end_all(find_run, timeout_s=limit)), 1.5 * limit))
+        except (
+            OSError
+        ):  # whoever asks for the environment of a process that hangs may hang, too: by who started whom, then
+            left = len(end_all(self._descendants, timeout_s=limit))
+        if left:
+            log(f"{left} processes of the run hang in the kernel")
         self._reap()
 
     def _end_runner(self) -> None:
@@ -294,7 +302,11 @@ class Guardian:
         """Whatever this guardian's runner started, and what carries the run's mark from an earlier life."""
         marked = find(Env.RUN, self._armed.run) if self._armed.run else ()
         ours = {*find(MARK, self._mark), *marked}
-        return tuple(process for process in ours if process.pid != os.getpid())
+        return tuple(process for process in ours if process.pid != self._own_pid)
+
+    def _descendants(self) -> tuple[Process, ...]:
+        spared = {self._own_pid, *(scribe.pid for scribe in _scribe)}
+        return tuple(process for process in with_descendants([current()]) if process.pid not in spared)
 
     def _signal_runner(self, number: int) -> None:
         if self._pid:

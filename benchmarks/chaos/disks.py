@@ -35,15 +35,17 @@ MARK = "VRAMFARM_CHAOS"
 BYTES = 300_000
 STAYS_S = 6.0
 PATIENCE_S = 120.0
-JOB = """
-name: trouble
+FAKE = """
 command: python {root}/tests/chaos/launch_ranks.py 2 {root}/tests/fake_trainer.py --steps {steps} --step-time 0.02 --bytes {bytes}
 launcher: command
+"""
+JOB = """
+name: trouble
 cpu_processes: 2
 preflight: {{comm_test: false}}
 python: {python}
-checkpoint: {{save_interval: 500ms, keep_last: 2}}
-offload: {{to: "file://{store}", keep_last: 2}}
+checkpoint: {{save_interval: {save_interval}, keep_last: 2}}
+offload: {{to: "{store}", keep_last: 2}}
 restart: {{initial_delay: 0s, max_restarts_without_progress: 3}}
 finish: {{hold: 0s}}
 """
@@ -60,6 +62,9 @@ class Night:
         kind: str = "ext4",
         size: int = 64 << 20,
         steps: int,
+        train: str = FAKE,
+        store: str = "",
+        save_interval: str = "500ms",
         more: str = "",
         log: str = "log",
         **env: str,
@@ -78,9 +83,9 @@ class Night:
             run("mkfs.ext4", "-q", "-m", "0", "-J", "size=4", self.image)
             run("mount", "-o", "loop,errors=remount-ro", self.image, self.place)
         self.run_dir = self.place / "trouble"
-        (folder / "job.yaml").write_text(
-            JOB.format(root=ROOT, steps=steps, bytes=BYTES, python=sys.executable, store=folder / "store") + more
-        )
+        values = {"root": ROOT, "steps": steps, "bytes": BYTES, "python": sys.executable}
+        values |= {"store": store or f"file://{folder / 'store'}", "save_interval": save_interval}
+        (folder / "job.yaml").write_text((train + JOB).format(**values) + more)
         env = {
             **os.environ,
             MARK: self.id,

@@ -38,6 +38,7 @@ PAUSE_S = 0.04
 PATIENCE_S = 240.0  # from one start of the guardian to the end, or to the next blow
 MOMENT_S = 90.0
 POLL_S = 0.005
+DYING_S = 120.0  # even that takes processor time
 TRIES = 6  # where nobody was there to be killed
 NOBODY = "nobody there"
 REAL = """
@@ -144,8 +145,10 @@ class Round:
             ) if self.run_dir.exists() else None
         finally:
             self.orders.unlink(missing_ok=True)
-            self._end_all()
-            self.disk.close()
+            try:
+                self._end_all()
+            finally:
+                self.disk.close()
             self.result.seconds = round(time.monotonic() - began, 1)
         return self.result
 
@@ -193,10 +196,10 @@ class Round:
         return sorted({*find(Env.RUN, str(self.run_dir)), *find(MARK, self.id)}, key=lambda p: p.pid)
 
     def _end_all(self) -> None:
-        left = end_all(self._processes, timeout_s=20.0)
+        left = end_all(self._processes, timeout_s=DYING_S)
         assert not left, f"these do not die: {left}"
         if self.guardian is not None:
-            self.guardian.wait(20)
+            self.guardian.wait(DYING_S)
 
     # ------------------------------------------------------------------------------------- blows
 
@@ -315,7 +318,7 @@ class Round:
         kill(chosen, signal.SIGKILL)
         self.result.kills += len(chosen)
         if blow.whom == "guardian" and chosen:
-            self.guardian.wait(20)
+            self.guardian.wait(DYING_S)
             self._start(self.num_ranks)
         return len(chosen)
 

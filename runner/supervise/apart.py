@@ -90,8 +90,8 @@ class Scribe:
     def __init__(self, fd: int) -> None:
         ours, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             _copy(ours, fd)
         os.close(ours)
 
@@ -103,7 +103,7 @@ class Scribe:
         """Returns when all is written, or after that time."""
         os.close(self._pipe)
         with suppress(OSError):
-            waiting = os.pidfd_open(self._pid)
+            waiting = os.pidfd_open(self.pid)
             select.select([waiting], [], [], timeout_s)
             os.close(waiting)
 
