@@ -585,6 +585,7 @@ def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = 
         _scribe.append(Scribe(2))
     be_subreaper()  # strays of the runner come to us: they are reaped, and can be found
     code = Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
+    signal.set_wakeup_fd(-1)  # nobody sleeps any more, and its other end is gone
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # one that comes while Python ends must not become the exit code
     for scribe in _scribe:

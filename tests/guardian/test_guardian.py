@@ -202,8 +202,9 @@ def test_all_that_was_said_is_in_a_log_that_is_a_file(tmp_path):
 
     assert 6 == done.returncode
     lines = (tmp_path / "log").read_text().splitlines()
-    assert ["deadline", "runner died"] == [
-        word for word in ("deadline", "runner died") if any(word in line for line in lines)
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d guardian: [^A-Z].*", line) for line in lines), lines
+    assert ["deadline", "the runner died"] == [
+        line[19 : 19 + len(words)] for line, words in zip(lines, ("deadline", "the runner died"), strict=True)
     ]
 
 
