@@ -569,7 +569,7 @@ class Checkpointer:
         snapshot.own |= {ALIKE: told} if told else {}
         if self._world.rank and any(known.own_states.values()):
             snapshot.own["optimizers"] = known.own_states
-        loader_state = self._feed[-1].state() if self._feed else _state_of(self._loader)
+        loader_state = self._feed[-1].state() if self._feed else data.state_of(self._loader)
         if loader_state is not None:
             snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
         return snapshot
@@ -775,10 +775,6 @@ def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
-    return loader.state_dict() if data.is_stateful(loader) else None
 
 
 def _scalar(value: float | torch.Tensor | None) -> float | None:

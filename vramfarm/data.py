@@ -262,6 +262,13 @@ def is_stateful(loader: object) -> bool:
     return has_methods and bool(getattr(loader, "use_stateful_dataloader", True))
 
 
+def state_of(loader: Any) -> Any:  # noqa: ANN401  # duck-typed
+    """Return what a loader keeps; None if it keeps nothing, or has yet to begin: torchdata's would start its workers for the answer, without our seeds."""
+    if not is_stateful(loader) or getattr(loader, "_iterator", loader) is None:
+        return None
+    return loader.state_dict()
+
+
 def _is_plain(loader: DataLoader[Any]) -> bool:
     """Whether the order is one that we can make ourselves. What inherits from DataLoader and iterates its own way may do anything to batches: it stays as it is."""
     if type(loader).__iter__ is not DataLoader.__iter__ or type(loader)._get_iterator is not DataLoader._get_iterator:  # noqa: SLF001  # where batches are made
@@ -464,7 +471,8 @@ class StatefulFeed(SkippingFeed):
         self._marked = self._stateful.state_dict()
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed
-        return self._marked if self._has_begun else self._stateful.state_dict()
+        live = None if self._has_begun else state_of(self._stateful)
+        return self._marked if live is None else live
 
 
 def _inner(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

@@ -301,3 +301,17 @@ def test_batches_come_in_order_whatever_was_asked_for():
 
     assert getattr(feed._loader, "in_order", True)
     assert bool(torch_knows) == ("in order" in feed.note)
+
+
+@pytest.mark.parametrize("kind", ["torch", "stateful"])
+def test_a_whole_training_augments_the_same_after_a_resume(tmp_path, kind):
+    """
+    Also where the checkpoint is asked for before the first batch, and loaders begin with that.
+    """
+
+    def make():
+        return NOISY[kind](WORKERS["workers"])
+
+    assert trained(tmp_path / "whole", make, [EPOCH + 3]) == trained(
+        tmp_path / "parts", make, [3, EPOCH + 1, EPOCH + 3]
+    )
