@@ -49,12 +49,13 @@ correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
 
 # Whole runs with torchrun and an S3 server, killed at every point of a save, and power that is lost (root and a loop device, else the table says
-# that it was not). JOBS rounds side by side: two a core. FAKE=--fake leaves torch out, which is three quarters of it; SEED: of the first round.
+# that it was not). JOBS rounds side by side: two a core. STORE=--store strikes at requests to the store. FAKE=--fake leaves torch out, which is three quarters of it; SEED: of the first round.
 FAKE ?=
+STORE ?=
 JOBS ?= 2
 SEED ?= 0
 chaos: install
-	@PYTHONPATH=. $(BIN)/python benchmarks/chaos/storm.py --rounds $(ROUNDS) --jobs $(JOBS) --seed $(SEED) $(FAKE); code=$$?; cat build/chaos/chaos.md; exit $$code
+	@PYTHONPATH=. $(BIN)/python benchmarks/chaos/storm.py --rounds $(ROUNDS) --jobs $(JOBS) --seed $(SEED) $(FAKE) $(STORE); code=$$?; cat build/chaos/chaos.md; exit $$code
 
 # Disks that are full, read-only, slow or failing below a whole run; and how long a training takes to end while a save is on its way.
 chaos-disks: install

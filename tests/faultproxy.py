@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 _BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 1 << 20
 _LATE_S = 0.05
+_HELD_S = 0.01
 _CHECKSUM = b"x-amz-checksum-crc32"
 _DIGESTS = {_CHECKSUM, b"content-md5"}
 _NOD = b'HTTP/1.1 200 OK\r\netag: "new"\r\ncontent-length: 4\r\n\r\n<a/>'
@@ -30,9 +31,11 @@ class Fault:
     """What happens to a request that fits."""
 
     operation: str = ".*"  # a regular expression: UploadPart, GetObject, ListObjectsV2, ...
+    path: str = ".*"  # the same, of bucket and key
     times: float = float("inf")
     answer: tuple[int, str] | None = None  # a status and S3's code, in place of the server's answer
     hang_s: float = 0.0  # silence, then a reset
+    held: bool = False  # silence until it is healed, then a reset; with `lost` the server has done it
     reset: bool = False  # before the server has seen anything
     cut_up: int | None = None  # a reset after so many bytes of the request's body
     cut_down: int | None = None  # a reset after so many bytes of the answer's body
@@ -112,11 +115,11 @@ class FaultProxy:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    def _take(self, operation: str) -> Fault:
+    def _take(self, operation: str, path: str) -> Fault:
         with self._lock:
             self.operations.append(operation)
             for fault in self.faults:
-                if fault.times > 0 and re.fullmatch(fault.operation, operation):
+                if fault.times > 0 and re.fullmatch(fault.operation, operation) and re.fullmatch(fault.path, path):
                     fault.times -= 1
                     fault.taken.append(operation)
                     return fault
@@ -138,10 +141,12 @@ class FaultProxy:
             writer.close()
             return False
         self.hosts.add(head.fields.get(b"host", b"").decode())
-        fault = self._take(head.operation)
+        fault = self._take(head.operation, head.path)
         if fault.hang_s:
             await asyncio.sleep(fault.hang_s)
             raise _CutError
+        if fault.held and not fault.lost:
+            await self._hold(fault)
         if fault.reset:
             raise _CutError
         if b"100-continue" in head.fields.get(b"expect", b""):
@@ -160,6 +165,11 @@ class FaultProxy:
             await writer.drain()
             return True
         return await self._pass_on(head, reader, writer, fault)
+
+    async def _hold(self, fault: Fault) -> None:
+        while fault in self.faults:  # noqa: ASYNC110  # it is healed from another thread
+            await asyncio.sleep(_HELD_S)
+        raise _CutError
 
     def _refusal(self, head: _Head) -> Fault | None:
         if any(name.encode() in head.fields for name in self.refused_headers):
@@ -210,6 +220,8 @@ class FaultProxy:
             answer.raw.append(_CHECKSUM + b": " + self._checksums[head.path])
 
     async def _answer(self, head: _Head, answer: _Head | None, far_reader, writer, fault: Fault) -> bool:
+        if fault.held:
+            await self._hold(fault)
         if answer is None or fault.lost:
             raise _CutError
         writer.write(answer.without(*(name.encode() for name in self.without_headers), b"connection"))

@@ -28,8 +28,24 @@ POINTS = {
     "journal written": "write chaos/journal.jsonl",
     "journal synced": "fsync chaos/journal.jsonl",
 }
+# The same of what goes to the store and comes from it: the request of whoever makes it is held there. `unseen`: the server has not had it;
+# `unheard`: it has done it, and nobody hears of that.
+REQUESTS = {
+    "shard put": ("PutObject|UploadPart", r".*/checkpoints/.*\.safetensors"),
+    "manifest put": ("PutObject", r".*/checkpoints/.*/MANIFEST\.json"),
+    "lease put": ("PutObject", r".*/lease\.json"),
+    "copy removed": ("DeleteObject", ".*/checkpoints/.*"),
+    "end told": ("PutObject", r".*/outcome\.json"),
+}
+STORE_POINTS = {f"{name}, {how}": (*what, how) for name, what in REQUESTS.items() for how in ("unseen", "unheard")}
 MOMENTS = ("any time", "starting", "training", "proposed", "staging", "uploading", "ending")
-AT_THE_END = ("end recorded", "exit recorded", "ending")  # of an attempt: what else a round does comes before
+AT_THE_END = (
+    "end recorded",
+    "exit recorded",
+    "ending",
+    "end told, unseen",
+    "end told, unheard",
+)  # of an attempt: what else a round does comes before
 NAMES = {
     "all": "all at once",
     "power": "power lost",
@@ -40,6 +56,12 @@ NAMES = {
 VICTIMS = ("rank", "ranks", "saver", "launcher", "shim", "guardian", "runner", "tasks", "all", "power")
 GONE = {("exit recorded", whom) for whom in ("rank", "ranks", "launcher")}  # dead by then: nobody to kill
 PAIRS = [(when, whom) for when in (*POINTS, *MOMENTS) for whom in VICTIMS if (when, whom) not in GONE]
+STORE_PAIRS = [
+    (when, whom)
+    for when in STORE_POINTS
+    for whom in ("tasks", "runner", "guardian", "ranks", "all", "power")
+    if not (when.startswith("end told") and whom == "ranks")  # gone, too
+]
 
 
 @dataclass(frozen=True)
@@ -64,19 +86,19 @@ class Plan:
     options: str
 
 
-def plan(seed: int) -> Plan:
+def plan(seed: int, pairs: list[tuple[str, str]] = PAIRS) -> Plan:
     """All that is by chance, from the seed. Blows take turns, so that every point meets every victim."""
     dice = random.Random(seed)
-    blows = [_blow(dice, *_pair(BLOWS * seed + number)) for number in range(BLOWS)]
+    blows = [_blow(dice, *_pair(BLOWS * seed + number, pairs)) for number in range(BLOWS)]
     blows.sort(key=lambda blow: blow.when in AT_THE_END)
     same = all(blow.ranks == 2 for blow in blows)
     return Plan(seed, blows, DROPOUT if same else 0.0, dice.choice(OPTIONS))
 
 
-def _pair(number: int) -> tuple[str, str]:
+def _pair(number: int, pairs: list[tuple[str, str]]) -> tuple[str, str]:
     """All of them one after the other, and again in another order."""
-    again, place = divmod(number, len(PAIRS))
-    return random.Random(again).sample(PAIRS, len(PAIRS))[place]
+    again, place = divmod(number, len(pairs))
+    return random.Random(again).sample(pairs, len(pairs))[place]
 
 
 def _blow(dice: random.Random, when: str, whom: str) -> Blow:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.chaos.disk import Folder, PowerDisk, written
-from benchmarks.chaos.plan import POINTS, Blow, Plan
+from benchmarks.chaos.plan import POINTS, STORE_POINTS, Blow, Plan
 from runner.job import OffloadPolicy
 from runner.storage.journal import events
 from runner.storage.offsite import open_store, surveying
@@ -26,6 +26,7 @@ from runner.supervise.process import end_all, find, kill
 from tests.chaos.parts import sort_parts
 from tests.chaos.witness import check_checkpoint
 from tests.fake_trainer import content
+from tests.faultproxy import Fault, FaultProxy
 from tests.s3server import BUCKET, S3Server
 from vramfarm.folder import committed
 from vramfarm.protocol import Decision, Env, Slot, Word
@@ -101,6 +102,8 @@ class Round:
         self.work = folder / "disk"
         image = images / f"chaos-disk-{self.id}" if images else None
         self.disk = PowerDisk(self.work, image, plan.options) if image else Folder(self.work)
+        self.proxy = FaultProxy(server.endpoint)
+        self.held: Fault | None = None
         self.run_dir = self.work / "chaos"
         self.trace, self.orders, self.log = folder / "trace", folder / "orders", folder / "log"
         self.here = folder / "orders.here"
@@ -116,7 +119,6 @@ class Round:
                 if not name.startswith(("VRAMFARM_", "RUNNER_", "AWS_"))
             },
             **server.env,
-            "AWS_ENDPOINT_URL": server.endpoint,
             "VRAMFARM_WORKSPACE": str(self.work),
             "RUNNER_HOLD_S": "0",
             "PYTHONPATH": str(ROOT),
@@ -129,6 +131,11 @@ class Round:
         }
 
     def play(self) -> Result:
+        with self.proxy:
+            self.env["AWS_ENDPOINT_URL"] = self.proxy.endpoint
+            return self._play()
+
+    def _play(self) -> Result:
         began = time.monotonic()
         try:
             self._start(2)
@@ -213,7 +220,7 @@ class Round:
             if self.guardian.poll() is not None:
                 self._note(f"{blow}: too late")
                 return False
-            is_there = self.here.exists() if blow.when in POINTS else True
+            is_there = self._is_there(blow)
             number = self._kill(blow)
             self._release()
             if number:
@@ -223,11 +230,16 @@ class Round:
         self._note(f"{blow}: {number or NOBODY}{'' if is_there else ', not at that point'}")
         return True
 
+    def _is_there(self, blow: Blow) -> bool:
+        if blow.when in STORE_POINTS:
+            return bool(self.held and self.held.taken)
+        return blow.when not in POINTS or self.here.exists()
+
     def _wait_for(self, blow: Blow) -> None:
-        if blow.when in POINTS:
-            self._order(POINTS[blow.when])
-            self._watch(self.here.exists)
-            if self.here.exists():
+        if blow.when in {*POINTS, *STORE_POINTS}:
+            self._order(blow.when)
+            self._watch(lambda: self._is_there(blow))
+            if self._is_there(blow):
                 self.result.reached.append(blow.when)
         else:
             self._watch(self._claim(blow.when))
@@ -238,10 +250,16 @@ class Round:
     def _release(self) -> None:
         self.orders.unlink(missing_ok=True)
         self.here.unlink(missing_ok=True)
+        self.proxy.heal()
+        self.held = None
 
-    def _order(self, point: str) -> None:
-        operation, pattern = point.format(c="chaos/checkpoints").split()
+    def _order(self, name: str) -> None:
         time.sleep(self.dice.choice((0, 0, 0.5, 1.5)))  # not always the first of its kind
+        if name in STORE_POINTS:
+            operation, path, how = STORE_POINTS[name]
+            self.held = self.proxy.add(operation=operation, path=path, held=True, lost=how == "unheard", times=1)
+            return
+        operation, pattern = POINTS[name].format(c="chaos/checkpoints").split()
         self.here.unlink(missing_ok=True)  # who was let go may have said so once more
         partial = self.folder / "orders.new"
         partial.write_text(f"{operation} -1 0 {pattern}\n")

@@ -122,16 +122,17 @@ def down_for_a_while(stage: Stage, stays_s: float) -> dict[str, object]:
     stage.server.stop()
     count = night.num_committed()
     meanwhile = watch.for_s(stays_s)
-    saves = night.num_committed() - count
+    saves, longest = night.num_committed() - count, watch.longest
     stage.server.start()
     came_back, there = time.monotonic(), in_store(night)
     night.until(lambda: in_store(night) > there, "the next one is in the store", 400)
     back = time.monotonic() - came_back
-    found = finish(night, watch, 300 + stays_s / 2)
+    found = finish(night, Watch(night), 300 + stays_s / 2)
     return (
         {
             "steps a second before": before,
             "meanwhile": meanwhile,
+            "longest between two steps meanwhile": f"{longest:.2f} s",
             "saves meanwhile": saves,
             "first copy after": f"{back:.0f} s",
         }

@@ -7,6 +7,7 @@ One round is one run from its seed: struck at up to three points, begun again un
 undisturbed one: the loss of every sample at every step, every bit of the last weights and optimizer, here and in the
 store. DIR/rounds.jsonl gets a line for each, DIR/chaos.md the table of all that is there. The exit code is 1 if a round failed.
     --seed 17 --rounds 1           the same choices again; when a process reaches which line is the machine's
+    --store                        at requests to the store, which are held before or after the server has seen to them
     --fake                         without torch: a launcher and ranks that start in milliseconds
     --jobs 24                      so many rounds side by side, each with processes and folders of its own
 Where no loop device can be mounted (who is not root, many a container) power is not lost, all is killed instead, and the table says so.
@@ -22,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from benchmarks.chaos.disk import why_no_power
-from benchmarks.chaos.plan import BLOWS, DROPOUT, NAMES, PAIRS, POINTS, VICTIMS, plan
+from benchmarks.chaos.plan import BLOWS, DROPOUT, NAMES, PAIRS, POINTS, STORE_PAIRS, STORE_POINTS, VICTIMS, plan
 from benchmarks.chaos.rounds import ROOT, Reference, Round
 from tests.s3server import ACCESS_KEY, SECRET_KEY, S3Server, StartedServer
 
@@ -50,6 +51,7 @@ class Scene:
     is_fake: bool
     images: Path | None  # where disks are that lose power; None: they cannot
     keep: bool
+    pairs: list[tuple[str, str]]
 
 
 def play(scene: Scene, seed: int) -> None:
@@ -59,7 +61,7 @@ def play(scene: Scene, seed: int) -> None:
     folder.mkdir()
     server = StartedServer(scene.endpoints[seed % len(scene.endpoints)], ACCESS_KEY, SECRET_KEY)
     reference = None if scene.is_fake else Reference(scene.out / "reference")
-    round_ = Round(plan(seed), folder, server, scene.library, reference, images=scene.images)
+    round_ = Round(plan(seed, scene.pairs), folder, server, scene.library, reference, images=scene.images)
     result = round_.play()
     result.cpu_s = round(sum(os.times()[2:4]), 1)  # of those who have left their exit here
     with (scene.out / ("fake.jsonl" if scene.is_fake else "rounds.jsonl")).open("a") as file:
@@ -116,9 +118,10 @@ def table(out: Path, why: str) -> str:
     for name, rounds in found.items():
         lines += ["", f"{KINDS[name]}: {_describe(rounds)}"]
     everything = [one for rounds in found.values() for one in rounds]
-    met = _pairs(everything)
-    lines += ["", f"pairs of part and point: {len(met)} of {len(PAIRS)}{_list('missing', set(PAIRS) - met)}"]
-    lines += ["", f"never stood at: {', '.join(missing)}"] if (missing := never_reached(out)) else []
+    for what, pairs, points in (("of a save", PAIRS, POINTS), ("of the store", STORE_PAIRS, STORE_POINTS)):
+        met = _pairs(everything, pairs)
+        lines += ["", f"pairs of part and point {what}: {len(met)} of {len(pairs)}{_list('missing', set(pairs) - met)}"]
+        lines += ["", f"never stood at: {', '.join(missing)}"] if (missing := never_reached(out, points)) else []
     spared = sum(one["spared"] for one in everything)
     note = f"this machine mounts no loop device ({why})" if why else "on a machine that mounts no loop device"
     if spared or why:
@@ -126,10 +129,10 @@ def table(out: Path, why: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def never_reached(out: Path) -> list[str]:
+def never_reached(out: Path, points: Collection[str]) -> list[str]:
     """Named points at which no process stood: after enough rounds, operations that nobody does any more."""
     rounds = [one for name in KINDS for one in _read(out / f"{name}.jsonl")]
-    return sorted(set(POINTS) - {point for one in rounds for point in one["reached"]})
+    return sorted(set(points) - {point for one in rounds for point in one["reached"]})
 
 
 def _describe(rounds: list[dict]) -> str:
@@ -144,7 +147,7 @@ def _describe(rounds: list[dict]) -> str:
     return (
         f"{len(rounds)} runs, {sum(len(one['met']) for one in rounds)} blows at their point, {total('kills')} processes killed, "
         f"power lost {total('power')} times, {again} attempts more, {total('restores')} beginnings on an empty disk, "
-        f"{len(_pairs(rounds))} pairs; {seconds}faults: {len(bad)}{_list('seeds', bad)}"
+        f"{len(_pairs(rounds, [*PAIRS, *STORE_PAIRS]))} pairs; {seconds}faults: {len(bad)}{_list('seeds', bad)}"
     )
 
 
@@ -156,14 +159,14 @@ def _list(what: str, found: set | list) -> str:
     return f", {what}: {'; '.join(texts[:12])}{' …' if len(texts) > 12 else ''}" if texts else ""
 
 
-def _pairs(rounds: list[dict]) -> set[tuple[str, str]]:
-    return {(when, whom) for one in rounds for when, whom in one["met"]} & set(PAIRS)
+def _pairs(rounds: list[dict], pairs: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    return {(when, whom) for one in rounds for when, whom in one["met"]} & set(pairs)
 
 
 def _count(rounds: list[dict], whom: str) -> tuple[int, int]:
     """Blows that struck somebody; of these, at a named point."""
     met = [when for one in rounds for when, who in one["met"] if who == whom]
-    return len(met), sum(when in POINTS for when in met)
+    return len(met), sum(when in {*POINTS, *STORE_POINTS} for when in met)
 
 
 def _read(path: Path) -> list[dict]:
@@ -193,6 +196,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
     parser.add_argument("--fake", action="store_true")
+    parser.add_argument(
+        "--store", action="store_true", help="strike at requests to the store, not at operations of a save"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="rounds side by side")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no round after this")
     parser.add_argument("--no-power", action="store_true", help="as on a machine that mounts no loop device")
@@ -212,12 +218,13 @@ def main() -> int:
             Reference(out / "reference").make(dropout)
         endpoints = [serve(work, number, stack) for number in range(-(-args.jobs // JOBS_A_SERVER))]
         images = None if why else SHM if shutil.disk_usage(SHM).free > args.jobs * IMAGE_BYTES else work
-        scene = Scene(work, out, library, endpoints, args.fake, images, args.keep)
+        scene = Scene(work, out, library, endpoints, args.fake, images, args.keep, STORE_PAIRS if args.store else PAIRS)
         codes = play_all(scene, iter(range(args.seed, args.seed + args.rounds)), args.jobs, until)
     (out / "chaos.md").write_text(table(out, why))
     bad = [seed for seed, code in codes.items() if code]
     print(f"{len(codes)} rounds, {len(bad)} failed{f': seeds {bad}' if bad else ''}")
-    stale = never_reached(out) if BLOWS * len(codes) >= len(PAIRS) else []
+    points = STORE_POINTS if args.store else POINTS
+    stale = never_reached(out, points) if BLOWS * len(codes) >= len(scene.pairs) else []
     if stale:
         print(f"no process stood at {stale}: POINTS in benchmarks/chaos/plan.py names what is not done any more")
     return 1 if bad or stale else 0

@@ -5,6 +5,7 @@ it has to work when the disk is gone.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ FAST = Waits(
     short_life=60.0,
     last_word=1.0,
     silence=4.0,
+    unheard=float(os.environ.get("GUARD_UNHEARD_S", "600")),
     ask_first=0.02,
     ask_last=0.1,
     read=0.05,

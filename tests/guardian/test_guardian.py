@@ -192,6 +192,18 @@ def test_a_runner_that_has_to_leave_is_waited_for_as_long_as_it_makes_turns(at_h
     assert "ignored" not in log
 
 
+def test_a_runner_that_says_nothing_for_long_is_told_of_once_and_left_alone(at_home):
+    """
+    What trains goes on without it: that is no reason to end anything, and one for a person to look.
+    """
+    guardian = at_home('deaf; sleep 6; say {"alive": true}; sleep 1; ' + END % (0, 0), GUARD_UNHEARD_S="3")
+
+    log = guardian.communicate(timeout=60)[1]
+
+    assert 0 == guardian.returncode
+    assert 1 == log.count("alert: the runner says nothing for 3 s: does its disk answer?"), log
+
+
 def test_all_that_was_said_is_in_a_log_that_is_a_file(tmp_path):
     """
     Another process writes it, since its disk may not answer; that one ends when all is written.
