@@ -1269,3 +1269,17 @@ def test_why_nothing_is_saved_is_told():
     ]
 
     assert [True, False] == ["  not saved: no room" in lines for lines in told]
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "run"])
+def test_whoever_reads_no_job_does_not_wait_for_what_reads_one(command):
+    """
+    A restore by address, which a machine is paid for meanwhile, and `run`, which only passes its job on, begin without it.
+    """
+    asked = ("pydantic", "ruamel.yaml", "runner.job", "runner.facts")
+    code = (
+        f"import sys, runner.cli.main, runner.cli.{command}; print(*(name for name in {asked} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert "\n" == done.stdout
