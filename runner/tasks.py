@@ -290,7 +290,8 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
         copied = uploading.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
         took = time.monotonic() - started
-        published.result()
+        with suppress(OffsiteError):  # that is for a task of its own to try again, and to tell: the checkpoint is safe
+            published.result()
         swept = beside.submit(tidying.sweep, store, arguments["job"])
         seen = look(store, arguments)
         with suppress(OffsiteError):  # the next upload, or the end of the run, comes by again

@@ -67,7 +67,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_interval, time_between_failures
-from runner.policy.finish import ALL_OUTPUTS, tell_draining, tell_missing_outputs
+from runner.policy.finish import ALL_OUTPUTS, is_safe, tell_draining, tell_missing_outputs
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, merge
@@ -756,7 +756,8 @@ def _server_end(job: Job, server: Server | None, seen: Observed, end: End) -> st
         return f"{server.id} is being stopped; its disk is thrown away: nothing is only there"
     folder = PurePath(job.finish.save_folder)  # names in it are relative, as they are told
     beyond = [name for name in seen.only_here if not (folder / name).is_relative_to(folder)]
-    why = ", ".join(name for name in seen.only_here if name not in beyond) or "checkpoints are"
+    others = "checkpoints are" if seen.local and not is_safe(job, seen) else "its logs are"
+    why = ", ".join(name for name in seen.only_here if name not in beyond) or others
     lost = f"; not in it, and gone with the server: {', '.join(beyond)}" if beyond else ""
     kept = "" if beyond == list(seen.only_here) and beyond else f": {why} only there"
     return f"{server.id} is being stopped; its folder is kept by the provider{kept}{lost}"

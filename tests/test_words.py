@@ -389,7 +389,7 @@ def test_opening_and_closing_say_where_the_weights_go():
 @pytest.mark.parametrize(
     ("only_here", "expected"),
     [
-        ((), "kept by the provider: checkpoints are only there"),
+        ((), "kept by the provider: its logs are only there"),
         (("a", "/workspace/b"), "kept by the provider: a, /workspace/b only there"),
         (("a", "/data/x"), "kept by the provider: a only there; not in it, and gone with the server: /data/x"),
         (("/data/x",), "kept by the provider; not in it, and gone with the server: /data/x"),

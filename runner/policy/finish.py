@@ -60,11 +60,12 @@ def after_the_end(job: Job, history: History, seen: Observed) -> Action:
     succeeded = conclusion.outcome is Outcome.SUCCEEDED
     wish = job.finish.on_success if succeeded else job.finish.on_failure
     only_here = bool(seen.local) and not is_safe(job, seen)
-    missing = tell_missing(job, history, seen)
+    untold = _tell_untold(job, history, seen)
+    missing = tell_missing(job, history, seen) or (untold if succeeded else "")
     return End(
         code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
         stop=wish is AtEnd.STOP,
-        keep=bool(seen.only_here) or only_here,
+        keep=bool(seen.only_here or untold) or only_here,
         reason=f"{conclusion.reason}, but {missing}" if missing else conclusion.reason,
     )
 
@@ -88,6 +89,16 @@ def tell_missing(job: Job, history: History, seen: Observed) -> str:
 def _why_not(seen: Observed) -> str:
     states = (seen.tasks.get(kind) for kind in (TaskKind.SURVEY, TaskKind.UPLOAD, TaskKind.VERIFY, TaskKind.LEASE))
     return next((s.error for s in states if isinstance(s, Failed)), _NO_TIME)
+
+
+def _tell_untold(job: Job, history: History, seen: Observed) -> str:
+    """Why the store does not know how it ended: without that, another machine is rented for it, and nobody reads why it failed."""
+    if job.offload.to is None or not history.attempts or history.conclusion is None:
+        return ""
+    state = seen.tasks.get(TaskKind.PUBLISH)
+    if is_done(TaskKind.PUBLISH, f"{history.conclusion.outcome}", seen):
+        return ""
+    return f"its end and its logs are not in the store: {state.error if isinstance(state, Failed) else _NO_TIME}"
 
 
 def tell_missing_outputs(job: Job, seen: Observed) -> str:

@@ -1478,6 +1478,29 @@ def test_a_run_is_done_when_its_outputs_are_in_the_store(outcome, state, elsewhe
     assert (code, reason, True) == (end.code, end.reason, end.stop)
 
 
+@pytest.mark.parametrize(("outcome", "code"), [(Outcome.SUCCEEDED, 4), (Outcome.GAVE_UP, 6)])
+def test_what_a_run_came_to_is_in_the_store_or_its_disk_is_kept(outcome, code):
+    """
+    Journal, logs and the word that it is over: else nobody reads why it failed, and another machine is rented for it.
+    """
+    over = replace(
+        ACCEPTED,
+        attempts=(replace(ATTEMPT, ending=Ending.SUCCEEDED),),
+        conclusion=Conclusion(outcome=outcome, reason="done", at=START),
+    )
+    refused = Failed(subject=f"{outcome}", at=START, error="403", final=True, failures=1)
+    seen = replace(training(PUBLISH=refused), live=None)
+
+    lost, kept = (
+        decide(JOB, over, replace(seen, tasks={**seen.tasks, TaskKind.PUBLISH: state}))
+        for state in (refused, Finished(subject=f"{outcome}", at=START))
+    )
+
+    assert (code, True) == (lost.code, lost.keep)
+    assert (outcome is Outcome.SUCCEEDED) is ("its end and its logs are not in the store: 403" in lost.reason)
+    assert (EXIT_CODES[outcome], False) == (kept.code, kept.keep)
+
+
 def test_a_machine_that_is_to_be_swapped_is_refused():
     """
     With the reasons, exit code 3, and the stop of the server; nothing is launched.

@@ -8,16 +8,29 @@ import threading
 import time
 import tracemalloc
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import ClassVar
 
 import pytest
 
+from runner import tasks
+from runner.facts import Machine
 from runner.job import OffloadPolicy
 from runner.keeper import LEASE, expect_ours
+from runner.policy.ledger import dump_machine
 from runner.storage.checkpoints import MAX_MANIFEST_BYTES, CheckpointDir
 from runner.storage.disk import Disk, has_bytes
-from runner.storage.offsite import OffsiteError, comparing, open_store, restoring, surveying, tidying, uploading
+from runner.storage.offsite import (
+    OffsiteError,
+    comparing,
+    dump_place,
+    open_store,
+    restoring,
+    surveying,
+    tidying,
+    uploading,
+)
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.known import Known
 from tests.fakes import FaultyDisk, Loss, PowerLoss
@@ -288,6 +301,39 @@ def test_a_restore_that_does_not_fit_is_refused_before_it_begins(store, tmp_path
 
     assert (True, False) == (caught.value.final, caught.value.damaged)
     assert [] == list(elsewhere(tmp_path).root.iterdir())
+
+
+def test_a_checkpoint_is_safe_though_nothing_else_of_the_run_can_be_written_there(tmp_path):
+    """
+    Its upload has not failed because journal or ledger is refused: a task of its own tells of that.
+    """
+    store, directory = FileStore(tmp_path / "store", Disk()), CheckpointDir(tmp_path / "run" / "checkpoints", Disk())
+    directory.root.mkdir(parents=True)
+    manifest = commit(directory)
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    machine = dump_machine(Machine(id="m", opened_at=now, paid_from=now, seen_at=now))
+    (tmp_path / "store" / "job").mkdir(parents=True)
+    (tmp_path / "store" / "job" / "ledger.json").symlink_to("/etc/passwd")
+    arguments = {
+        "subject": manifest.ref.name,
+        "job": "job",
+        "place": dump_place(OffloadPolicy(to=f"file://{tmp_path}/store")),
+        "run_dir": str(tmp_path / "run"),
+        "checkpoint_dir": str(directory.root),
+        "machine": machine,
+        "is_leaving": False,
+        "conclusion": None,
+        "holder": "m",
+        "unusable": [],
+        "spoilt": {},
+    }
+    with pytest.raises(OffsiteError):
+        tasks.publish({**arguments, "subject": "joined"}, ignore)
+
+    told = tasks.upload(arguments, ignore)
+
+    assert [manifest.ref.step] == [one["ref"]["step"] for one in told["checkpoints"]]
+    assert store.get(f"{FOLDER}/{manifest.ref.name}/{MANIFEST}")
 
 
 def test_a_restore_that_has_all_its_space_needs_no_more(store, tmp_path):
