@@ -288,7 +288,7 @@ class Guardian:
         ):  # whoever asks for the environment of a process that hangs may hang, too: by who started whom, then
             left = len(end_all(self._descendants, timeout_s=limit))
         if left:
-            log(f"{left} processes of the run hang in the kernel")
+            log(f"{left} of the processes of the run hang in the kernel")
         self._reap()
 
     def _end_runner(self) -> None:

@@ -186,8 +186,8 @@ def serve(work: Path, number: int, stack: ExitStack) -> str:
     folder = work / f"s3-{number}"
     folder.mkdir()
     server = S3Server(folder)
+    stack.callback(lambda: server._process and server.stop())  # however far its start came
     server.start()
-    stack.callback(server.stop)
     return server.endpoint
 
 
