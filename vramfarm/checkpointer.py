@@ -111,7 +111,7 @@ class Checkpointer:
         self._places, self._place = Places(), _NOWHERE
         self._saved: Saved | None = None
         self._rng: Any = None
-        self._feed: tuple[Place, Iterable[Any], Feed] | None = None
+        self._feed: tuple[Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
         # Half: left in the middle of a step, so that memory has the state of none. Cut: left before an optimizer made it, which drops its gradients.
         self._driving = self._is_half = self._is_cut = False
@@ -349,7 +349,7 @@ class Checkpointer:
             self._position.advance(self._taking)
             self._open, self._done = 0, replace(self._position)
             if self._feed is not None:
-                self._feed[-1].mark()
+                self._feed[1].mark()
             self._step += 1
             self._seat.skip(self._step)
             self._seat.finished(self._step, self._position.samples)
@@ -569,9 +569,14 @@ class Checkpointer:
         snapshot.own |= {ALIKE: told} if told else {}
         if self._world.rank and any(known.own_states.values()):
             snapshot.own["optimizers"] = known.own_states
-        loader_state = self._feed[-1].state() if self._feed else data.state_of(self._loader)
-        if loader_state is not None:
-            snapshot.own["loader"] = snapshot.encode_own(loader_state, "loader")
+        states, now = self._places.states(), self._places.number(self._place)
+        live = data.state_of(self._loader) if self._place is _NOWHERE else None  # in a loop of the script's own
+        for number, kept in (states | ({now: live} if live is not None else {})).items():
+            if number == now:
+                snapshot.own["loader"] = snapshot.encode_own(kept, "loader")
+            else:
+                others = snapshot.own.setdefault("loaders", {})
+                others[str(number)] = snapshot.encode_own(kept, f"loader-{number}")
         return snapshot
 
     def _collect_objects(self, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -654,8 +659,8 @@ class Checkpointer:
         found = resuming.load(reader, self._training())
         self._step, self._resumed_step, self._rng = found.step, found.step, found.rng
         self._position, self._done = replace(found.position), replace(found.position)
-        self._saved = Saved(found.position, found.data_ranks, found.loader_state)
-        self._places, self._feed = Places(found.places, found.position), None
+        self._saved = Saved(found.position, found.data_ranks)
+        self._places, self._feed = Places(found.places, found.position, found.loader_states), None
         if self._world.rank == 0:
             apart.keep(self._seat.page, self._training().objects, found.apart)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
@@ -689,12 +694,16 @@ class Checkpointer:
 
     def _take_feed(self, loader: Iterable[Any], place: Place) -> Feed:
         """One feed for a loader: it may hold workers."""
-        if self._feed is not None and self._feed[1] is loader:
-            return self._feed[-1]
+        if self._feed is not None and self._feed[0] is loader:
+            return self._feed[1]
+        if place.feed is not None and place.loader is loader:
+            self._feed = (loader, place.feed)
+            return place.feed
         saved = self._saved_of(place)
         with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
             feed = data.feed(loader, self._data_world, self._seed, saved)
-        self._feed = (place, loader, feed)
+        self._feed = (loader, feed)
+        place.loader, place.feed = (loader, feed) if isinstance(feed, StatefulFeed | StreamFeed) else (None, None)
         if self._data_world.size > 1 and not isinstance(feed, data.GlobalFeed):
             self._alike = alike.Watch(self._seat)
             if data.is_unshared(loader, self._data_world):
@@ -705,8 +714,7 @@ class Checkpointer:
         """What the checkpoint says of a loader, until it is gone through."""
         if self._saved is None or place.is_new or place.has_begun:
             return None
-        mine = self._saved.loader_state if place.number == self._places.now else None
-        return Saved(place.position, self._saved.world_size, mine)
+        return Saved(place.position, self._saved.world_size, place.state)
 
     # ------------------------------------------------------------------------------ beginning
 

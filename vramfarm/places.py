@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vramfarm.data import Position
+from vramfarm.data import Feed, Position
 from vramfarm.typed import StateError
 
 _STREAM: Final = object()  # iterators are used up: one stands for all
@@ -20,7 +20,11 @@ _STREAM: Final = object()  # iterators are used up: one stands for all
 
 @dataclass
 class Place:
-    """One loader's: the position of the last step that used it, and how many passes were asked for."""
+    """
+    One loader's: the position of the last step that used it, and how many passes were asked for.
+
+    `state` is what a checkpoint has of the loader's own. A `feed` that cannot be made anew is kept, with the `loader` that it is of.
+    """
 
     number: int
     position: Position
@@ -29,12 +33,21 @@ class Place:
     is_new: bool = True
     has_begun: bool = False
     passes: int = 0
+    state: Any = None
+    loader: object = None
+    feed: Feed | None = None
 
 
 class Places:
-    def __init__(self, saved: Mapping[str, Any] | None = None, now: Position | None = None) -> None:
+    def __init__(
+        self,
+        saved: Mapping[str, Any] | None = None,
+        now: Position | None = None,
+        states: Mapping[int, Any] | None = None,
+    ) -> None:
         """`saved` is what `dump` gave; a checkpoint of a run with one loader has only the position `now`."""
         self._found: list[Place] = []
+        self._states = states or {}
         self._saved: list[tuple[Position, int | None]] = []
         self.now = 0
         if saved is not None:
@@ -57,9 +70,21 @@ class Places:
                     f"steps: loader {number + 1} of this run has {size} samples, and had {before} when the checkpoint was saved: "
                     "use the loaders in the same order as then"
                 )
-        place = Place(number, position, size, _reference_to(what), is_new)
+        place = Place(number, position, size, _reference_to(what), is_new, state=self._states.get(number))
         self._found.append(place)
         return place
+
+    def number(self, now: Place) -> int:
+        """Return the number of the loader that is gone through, or was when the checkpoint was saved."""
+        return now.number if now in self._found else self.now
+
+    def states(self) -> dict[int, Any]:
+        """Return what loaders keep by themselves, by their numbers."""
+        states = dict(self._states)
+        for place in self._found:
+            if place.has_begun:
+                states[place.number] = None if place.feed is None else place.feed.state()
+        return {number: state for number, state in states.items() if state is not None}
 
     def dump(self, now: Place, position: Position) -> dict[str, Any]:
         """Return what a checkpoint keeps, nothing where one loader is all: its position is there anyway. The place `now` is at `position`."""
@@ -68,8 +93,7 @@ class Places:
         all_of_them += self._saved[len(all_of_them) :]
         if len(all_of_them) <= 1:
             return {}
-        number = now.number if now in self._found else self.now
-        return {"places": {"now": number, "all": [[one.dump(), size] for one, size in all_of_them]}}
+        return {"places": {"now": self.number(now), "all": [[one.dump(), size] for one, size in all_of_them]}}
 
 
 def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]], int]:
@@ -121,7 +145,7 @@ _USUAL: Final = frozenset(
 def _size_of(what: Any) -> int | None:  # noqa: ANN401  # duck-typed
     try:
         return len(what)
-    except (TypeError, NotImplementedError, AttributeError):
+    except Exception:  # noqa: BLE001  # the script's own; most have none
         return None
 
 

@@ -44,13 +44,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says beyond what was put back. Each rank has its own of the objects that are `apart`. `rng` and `loader_state` are this rank's own, None where the ranks are not the same."""
+    """What a checkpoint says beyond what was put back. Each rank has its own of the objects that are `apart`. `rng` and `loader_states`, by the loaders' numbers, are this rank's own, nothing where the ranks are not the same."""
 
     step: int
     position: Position
     data_ranks: int
     rng: Any
-    loader_state: Any
+    loader_states: Mapping[int, Any]
     places: Any
     apart: frozenset[str]
     report: Report
@@ -144,7 +144,7 @@ def load(reader: Reader, training: Training) -> Restored:
         position=position,
         data_ranks=shared["data_ranks"],
         rng=own.get("rng"),
-        loader_state=own.get("loader"),
+        loader_states=_loader_states(own, shared.get("places")),
         places=shared.get("places"),
         apart=frozenset(ranks["0"]["own"].get("objects", {})),
         report=report,
@@ -191,7 +191,14 @@ def _plan_own(reader: Reader, world: World, ranks: dict[str, Any]) -> dict[str, 
     if len(ranks) != world.size:
         return {}
     own = ranks[str(world.rank)]["own"]
-    return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader") if name in own}
+    return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader", "loaders") if name in own}
+
+
+def _loader_states(own: Mapping[str, Any], places: Any) -> dict[int, Any]:  # noqa: ANN401  # JSON
+    """The loader that was gone through last is kept by itself: most runs have no other."""
+    now = places["now"] if isinstance(places, dict) and "now" in places else 0
+    states = {int(number): one for number, one in own.get("loaders", {}).items()}
+    return states | ({now: own["loader"]} if "loader" in own else {})
 
 
 def _apply_rng(own: dict[str, Any], training: Training, step: int, num_ranks: int, report: Report) -> None:

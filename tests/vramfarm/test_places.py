@@ -120,6 +120,24 @@ def test_each_loader_has_a_place_of_its_own(tmp_path, stops):
     assert [[n] for n in (0, 1, 2, 3, 4, 100, 101, 102, 103, 5, 6)] == used
 
 
+@pytest.mark.parametrize("kind", ["iterator", "its own state"])
+@pytest.mark.parametrize("stops", [(99,), (3, 99), (5, 99), (7, 99), (4, 6, 8, 99)], ids=str)
+def test_loaders_in_turns_keep_what_they_know_by_themselves(tmp_path, kind, stops):
+    """
+    While another one is gone through, and in the checkpoint: begun anew they would draw other orders, or have nothing left.
+    """
+    used = []
+    for stop in stops:
+        first, second = KINDS[kind](), Counting(20)
+        part = Run(tmp_path, first)
+        for loader, max_steps in ((first, 3), (second, 6), (first, 7), (second, 9)):
+            part.go(loader, max_steps=min(max_steps, stop))
+        used += part.result()[0]
+    own = [0, 1, 2, 3] if kind == "iterator" else [8, 15, 22, 29]
+
+    assert [[n] for n in (*own[:3], 8, 15, 22, own[3], 29, 36)] == used
+
+
 def test_a_loader_that_was_not_seen_before_begins_at_its_beginning(tmp_path, capsys):
     """
     However far others are, its passes are its own; that it is new is said. And one more pass is never none.
