@@ -339,12 +339,15 @@ class Guardian:
             f"{left.total_seconds() / 60:.0f} min left{_price(self._armed.rented)}; touch {stop_file} to stop the server now"
         )
         ends_mono = time.monotonic() + left.total_seconds()
-        told = Apart(lambda: wait_for_file(stop_file, lambda: time.sleep(self._waits.look)))
-        while not self._leaving and told.wait(0) is None:
+        told: Apart | None = None
+        with suppress(OSError):  # no room for one more process: then the time is up when it is up
+            told = Apart(lambda: wait_for_file(stop_file, lambda: time.sleep(self._waits.look)))
+        while not self._leaving and (told is None or told.wait(0) is None):
             if is_due(until, datetime.now(UTC), ends_mono, time.monotonic()):
                 break
             self._sleep(self._waits.look)
-        told.end()
+        if told:
+            told.end()
 
     def _stop_server(self, server: Server, end: End) -> None:
         """Ask, read, ask again, until the provider says that the server is gone or SIGTERM ends us."""
@@ -582,7 +585,8 @@ def _name(server: Server | None) -> str:
 def main(argv: Sequence[str], *, runner: Sequence[str] = RUNNER, waits: Waits = WAITS) -> int:
     """Guard one run; returns its exit code."""
     if _log_is_file():
-        _scribe.append(Scribe(2))
+        with suppress(OSError):  # no room for one more process
+            _scribe.append(Scribe(2))
     be_subreaper()  # strays of the runner come to us: they are reaped, and can be found
     code = Guardian(argv, runner=runner, waits=waits, env=os.environ).run()
     signal.set_wakeup_fd(-1)  # nobody sleeps any more, and its other end is gone

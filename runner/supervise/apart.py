@@ -6,6 +6,7 @@ Not a thread: the kernel lets nobody end who has one in a call that hangs. Stand
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -27,7 +28,12 @@ class Apart:
 
     def __init__(self, work: Callable[[], bytes]) -> None:
         self._answer, theirs = os.pipe()
-        self._pid = os.fork()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(self._answer)
+            os.close(theirs)
+            raise
         if self._pid == 0:
             _be_apart(work, theirs)
         os.close(theirs)
@@ -56,7 +62,7 @@ def apart(work: Callable[[], bytes], timeout_s: float) -> bytes:
     finally:
         one.end()
     if found is None:
-        raise TimeoutError(None, f"no answer for {timeout_s:g} s")
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer for {timeout_s:g} s")
     return found
 
 

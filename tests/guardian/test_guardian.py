@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -202,6 +204,30 @@ def test_a_runner_that_says_nothing_for_long_is_told_of_once_and_left_alone(at_h
 
     assert 0 == guardian.returncode
     assert 1 == log.count("alert: the runner says nothing for 3 s: does its disk answer?"), log
+
+
+def test_a_guardian_that_may_start_nothing_more_stops_the_server_when_it_may(at_home, tmp_path):
+    """
+    To hold the server for a look it has a process that looks for the stop file; where there is none, it does without.
+    """
+    (tmp_path / "state").write_text("running")
+    commands = {
+        "stop_command": ["touch", str(tmp_path / "stopped")],
+        "status_command": ["cat", str(tmp_path / "state")],
+    }
+    server = {"server": {"provider": "command", "id": "box", **commands}}
+    end = {"end": {"code": 3, "stop": True, "hold_s": 1, "reason": "test"}}
+    guardian = at_home(f"say {json.dumps(server)}; sleep 3; say {json.dumps(end)}; exit 3")
+    wait_until(lambda: _lives(tmp_path))
+    time.sleep(0.5)
+    limit = resource.prlimit(guardian.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(guardian.pid, resource.RLIMIT_NOFILE, (3, limit[1]))
+    time.sleep(5)
+    resource.prlimit(guardian.pid, resource.RLIMIT_NOFILE, limit)
+    wait_until((tmp_path / "stopped").exists, 30)
+    (tmp_path / "state").write_text("gone")
+
+    assert 3 == guardian.wait(30)
 
 
 def test_all_that_was_said_is_in_a_log_that_is_a_file(tmp_path):
