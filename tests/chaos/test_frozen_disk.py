@@ -26,7 +26,7 @@ from tests.farmhouse import wait_until
 from vramfarm.folder import committed
 from vramfarm.protocol import Env
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 STRAY = """
 import ctypes, mmap, os, sys, threading, time
 libc = ctypes.CDLL(None)
