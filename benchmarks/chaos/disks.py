@@ -156,12 +156,11 @@ class Night:
 
 @contextmanager
 def frozen(night: Night) -> Iterator[None]:
-    """Whoever changes anything on the disk hangs in the kernel, where no signal reaches."""
-    run("fsfreeze", "-f", night.place)
-    try:
+    """Whoever changes anything on the disk hangs in the kernel, where no signal reaches. It thaws however we end."""
+    argv = ["sh", "-c", 'cat >/dev/null; exec fsfreeze -u "$1"', "sh", str(night.place)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True):  # leaving it closes the pipe, and waits
+        run("fsfreeze", "-f", night.place)
         yield
-    finally:
-        run("fsfreeze", "-u", night.place)
 
 
 def fill(night: Night) -> None:
