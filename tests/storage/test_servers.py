@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import socket
 import ssl
+import struct
 import subprocess
 import threading
 from dataclasses import asdict, replace
@@ -335,6 +337,49 @@ def role(s3server, monkeypatch):
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{server.server_port}/")
         yield server
         server.shutdown()
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """Refuses each body unseen: before it if it was asked, else by closing the connection in the middle."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self):
+        self.server.asked.append(self.headers["Expect"])
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def handle_expect_100(self):
+        self.server.asked.append(self.headers["Expect"])
+        body = b"<Error><Code>ExpiredToken</Code></Error>"
+        self.send_response_only(403, "Forbidden")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return False
+
+    def log_message(self, *_):
+        """Not into the test's output."""
+
+
+def test_bodies_wait_for_no_word_of_the_server_and_a_refusal_is_heard_all_the_same(s3_offload, tmp_path):
+    """
+    To ask first costs each part a turn. Where the connection breaks instead of an answer, the next attempt asks.
+    """
+    (tmp_path / "shard").write_bytes(LARGE[:CHUNK_BYTES])
+    able = Abilities(checksums=Checksums.WHOLE, conditional=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        offload = s3_offload.model_copy(update={"endpoint": f"http://127.0.0.1:{server.server_port}"})
+        store = S3Store(offload, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, able)
+        with pytest.raises(OffsiteError) as caught:
+            store.put_file("job/x", tmp_path / "shard", describe_file(tmp_path / "shard", "shard"), ignore)
+        server.shutdown()
+
+    assert [None, "100-continue"] == server.asked
+    assert "ExpiredToken" in str(caught.value)
+    assert "the credentials have expired" in caught.value.hint
 
 
 def test_credentials_that_expire_are_renewed_in_the_middle_of_an_upload(role, s3_offload, directory):

@@ -191,8 +191,15 @@ def _own_ca(env: Mapping[str, str], profile: _Profile) -> str | None:
 
 
 def _send_in_blocks(request: Any, pace: Pace) -> None:  # noqa: ANN401  # botocore's prepared request
-    """After it was signed, so that only what leaves is paced, not what is read for the signature."""
+    """
+    After it was signed, so that only what leaves is paced, not what is read for the signature.
+
+    Nobody waits for a server's word before a body (`Expect`), which costs each part a turn, and a long one where the server is busy. A server
+    that does not want it closes the connection, and may not be heard; so from the second attempt on it is asked first.
+    """
     if request.body:
+        if request.headers.get("amz-sdk-request", b"").startswith(b"attempt=1"):
+            request.headers.pop("Expect", None)
         body = io.BytesIO(request.body) if isinstance(request.body, bytes | bytearray) else request.body
         request.body = _Leaving(body, pace)
 
