@@ -573,11 +573,23 @@ class Checkpointer:
         live = data.state_of(self._loader) if self._place is _NOWHERE else None  # in a loop of the script's own
         for number, kept in (states | ({now: live} if live is not None else {})).items():
             if number == now:
-                snapshot.own["loader"] = snapshot.encode_own(kept, "loader")
+                snapshot.own["loader"] = self._encode_loader(snapshot, kept, "loader")
             else:
                 others = snapshot.own.setdefault("loaders", {})
-                others[str(number)] = snapshot.encode_own(kept, f"loader-{number}")
+                others[str(number)] = self._encode_loader(snapshot, kept, f"loader-{number}")
         return snapshot
+
+    def _encode_loader(self, snapshot: Snapshot, kept: Any, path: str) -> Any:  # noqa: ANN401  # the loader's
+        try:
+            return snapshot.encode_own(kept, path)
+        except StateError as error:
+            rest = data.without_again(kept)
+            if rest is kept:
+                raise
+            self._say(
+                f"left in the middle of step {self._step + 1}, whose batches cannot be saved: after a resume they do not come again ({error})"
+            )
+            return snapshot.encode_own(rest, path)
 
     def _collect_objects(self, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return what is the same on all ranks, what is this rank's own, and by what the saver sees whether the first really is."""

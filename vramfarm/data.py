@@ -9,7 +9,6 @@ and skips nothing. Samples count when a step has consumed them, not when they we
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
@@ -425,54 +424,88 @@ class SkippingFeed:
 
 
 class StreamFeed(SkippingFeed):
-    """What can be gone through once: batches that were given out since the last `mark` are kept, since nobody else has them."""
+    """
+    What cannot be begun anew in the middle: iterators, and loaders that would draw another order.
+
+    Its iteration is kept where a loop is left, and so are the batches given out since the last `mark`, with their
+    epochs: they come again before others do.
+    """
 
     def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
         super().__init__(loader, world, seed, saved)
-        self._given: list[Any] = []
+        self._given: list[tuple[int, Any]] = []
+        self._again: list[tuple[int, Any]] = []
         self._rest: Iterator[Any] | None = None
+        self._ended = -1  # the epoch that was gone through last
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
-        rest = super().rest_of_epoch(position) if self._rest is None else self._rest
-        self._rest, self._given = itertools.chain(self._given, rest), []
+        epoch = position.epoch
+        if self._given and self._given[0][0] == epoch:  # a loop was left; else their step goes on over the epoch's end
+            self._again, self._given = self._given + self._again, []
+        while self._again and self._again[0][0] == epoch:
+            yield self._give(*self._again.pop(0))
+        if self._again or self._ended == epoch:
+            return
+        if self._rest is None:
+            self._rest = super().rest_of_epoch(position)
         for batch in self._rest:
-            self._given.append(batch)
-            yield batch
+            yield self._give(epoch, batch)
+        self._rest, self._ended = None, epoch
+
+    def _give(self, epoch: int, batch: Any) -> Any:  # noqa: ANN401  # the script's
+        self._given.append((epoch, batch))
+        return batch
 
     def mark(self) -> None:
         self._given.clear()
 
 
-class StatefulFeed(SkippingFeed):
-    """A loader that keeps its own state (torchdata's StatefulDataLoader): per rank, for the same number of ranks."""
+_AGAIN: Final = "vramfarm.again"
+
+
+class StatefulFeed(StreamFeed):
+    """
+    A loader that keeps its own state (torchdata's StatefulDataLoader): per rank, for the same number of ranks.
+
+    It is asked for that in saves only. Where a loop was left it is ahead of the last step: batches that come again are saved with it.
+    """
 
     def __init__(self, loader: Any, world: World, seed: int, saved: Saved | None) -> None:  # noqa: ANN401  # duck-typed
         super().__init__(loader, world, seed, saved)
         self._stateful = loader
         self.note = "by the loader's own state" + _drawn_anew(loader, again=False)
         self._has_begun = False
-        self._marked = None if saved is None else saved.loader_state
-        if saved is not None and self._marked is None:
+        self._restored = None if saved is None else saved.loader_state
+        if saved is not None and self._restored is None:
             self.note = "by skipping batches: the checkpoint has no state of the loader's own, or one of another number of ranks"
-        elif self._marked is not None:
-            loader.load_state_dict(self._marked)
+        elif self._restored is not None:
+            inner, again, self._ended = _unwrapped(self._restored)
+            self._again = [(epoch, batch) for epoch, batch in again]
+            loader.load_state_dict(inner)
 
     def _plan(self, position: Position) -> tuple[int, int]:
-        is_mid_epoch, has_begun = position.batches > 0, self._has_begun
-        self._has_begun = True
+        is_restored, self._has_begun = self._restored is not None and not self._has_begun, True
         skip, ahead = super()._plan(position)
-        if self._marked is None or (has_begun and not is_mid_epoch):
-            return skip, ahead
-        if has_begun:  # a loop was left: iterated anew, the loader would draw another order
-            self._stateful.load_state_dict(self._marked)
-        return 0, int(not is_mid_epoch or _draws_alone(self._loader))
-
-    def mark(self) -> None:
-        self._marked = self._stateful.state_dict()
+        return (0, int(skip == 0 or _draws_alone(self._loader))) if is_restored else (skip, ahead)
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed
-        live = None if self._has_begun else state_of(self._stateful)
-        return self._marked if live is None else live
+        if self._rest is None and not self._has_begun:
+            live = state_of(self._stateful)
+            return self._restored if live is None else live
+        live, again = self._stateful.state_dict(), [[*pair] for pair in self._given + self._again]
+        return {_AGAIN: again, "ended": self._ended, "state": live} if again else live
+
+
+def _unwrapped(saved: Any) -> tuple[Any, list[Any], int]:  # noqa: ANN401  # the loader's
+    """Return a loader's own state, the batches that come before it, and the epoch that had ended."""
+    if isinstance(saved, dict) and _AGAIN in saved:
+        return saved["state"], saved[_AGAIN], saved["ended"]
+    return saved, [], -1
+
+
+def without_again(saved: Any) -> Any:  # noqa: ANN401  # the loader's
+    """Return a loader's own state alone, where the batches cannot be saved."""
+    return _unwrapped(saved)[0]
 
 
 def _inner(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

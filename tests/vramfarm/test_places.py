@@ -14,6 +14,7 @@ class Counting:
 
     def __init__(self, length):
         self.length, self.at, self.begun, self.restored = length, 0, 0, None
+        self.asked = 0
 
     def __iter__(self):
         self.at, self.begun = self.restored or (0, self.begun + 1)
@@ -23,6 +24,7 @@ class Counting:
             yield torch.tensor([[(self.at * 7 + self.begun) % 100.0]])
 
     def state_dict(self):
+        self.asked += 1
         return {"at": self.at, "begun": self.begun}
 
     def load_state_dict(self, state):
@@ -83,11 +85,31 @@ def test_a_loop_that_is_left_in_a_step_and_taken_up_again_learns_what_one_loop_d
     """
     whole = Run(tmp_path / "whole", KINDS[kind]()).go(epochs=1, accumulate=accumulate)
     parts = Run(tmp_path / "parts", KINDS[kind]())
-    first = () if kind == "its own state" else (0,)  # left before any step, that begins with another order
-    for leave_at in (*first, 5, 1, 3, None):
+    for leave_at in (0, 5, 1, 3, None):
         parts.go(epochs=1, accumulate=accumulate, leave_at=leave_at)
 
     assert whole.result() == parts.result()
+
+
+@pytest.mark.parametrize("kind", ["torch", "its own state"])
+def test_a_step_over_the_end_of_an_epoch_that_was_left_comes_again(tmp_path, kind):
+    """
+    With the batches of both epochs, in the same process and after a resume.
+    """
+    loaders = {"torch": lambda: loader_of(0, 5), "its own state": lambda: Counting(5)}
+    whole = Run(tmp_path / "whole", loaders[kind]()).go(epochs=3, accumulate=4)
+    parts = Run(tmp_path / "parts", loaders[kind]())
+    for leave_at in (6, 1, 2, None):
+        parts.go(epochs=3, accumulate=4, leave_at=leave_at)
+    used = []
+    for leave_at in (6, 2, None):
+        resumed = Run(tmp_path / "resumed", loaders[kind]()).go(epochs=3, accumulate=4, leave_at=leave_at)
+        found = resumed.result()
+        used += found[0]
+
+    expected = whole.result()
+    assert expected == parts.result()
+    assert expected == (used, found[1])
 
 
 @pytest.mark.parametrize("kind", ["torch", "its own state"])
@@ -103,6 +125,44 @@ def test_a_step_that_was_left_comes_again_after_a_resume(tmp_path, kind):
         used += found[0]
 
     assert (used, found[1]) == whole.result()
+
+
+def test_a_loader_is_asked_for_its_state_in_saves_only(tmp_path):
+    """
+    It may be large, and a step without a save costs nothing.
+    """
+    loader = Counting(50)
+    run = Run(tmp_path, loader).go(epochs=1)
+    asked = loader.asked
+    run.result()
+
+    assert asked <= 2  # before the first save, for the size of its memory
+    assert loader.asked > asked
+
+
+def test_batches_of_a_step_that_was_left_and_cannot_be_saved_are_told(tmp_path, capsys):
+    """
+    The save is made all the same.
+    """
+
+    class Own:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class Wrapping(Counting):
+        def __iter__(self):
+            yield from map(Own, super().__iter__())
+
+    run = Run(tmp_path, Wrapping(9))
+    for number, (_, batch) in enumerate(run.ckpt.steps(finish=False)):
+        if number == 3:
+            break
+        run.model(batch.tensor).sum().backward()
+        run.optimizer.step()
+    run.ckpt.finish()
+
+    assert "left in the middle of step 4, whose batches cannot be saved" in capsys.readouterr().err
+    assert 3 == folder.committed(tmp_path)[0].manifest.step
 
 
 @pytest.mark.parametrize("stops", [(99,), (3, 99), (5, 99), (8, 9, 99)], ids=str)
