@@ -9,6 +9,7 @@ and skips nothing. Samples count when a step has consumed them, not when they we
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
@@ -376,8 +377,7 @@ class SkippingFeed:
             _draw_as_a_start_does(_inner(self._loader))
             batches = iter(self._loader)
             first = list(_take(batches, ahead))[skip:]
-        yield from first
-        yield from batches
+        return itertools.chain(first, batches)
 
     @contextlib.contextmanager
     def _seeding(self, epoch: int) -> Iterator[None]:
@@ -447,7 +447,7 @@ class StreamFeed(SkippingFeed):
         if self._again or self._ended == epoch:
             return
         if self._rest is None:
-            self._rest = super().rest_of_epoch(position)
+            self._rest = super().rest_of_epoch(position)  # without us in it: who holds us lets its workers go
         for batch in self._rest:
             yield self._give(epoch, batch)
         self._rest, self._ended = None, epoch
