@@ -16,7 +16,6 @@ from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 from pydantic import (
@@ -34,7 +33,7 @@ from pydantic import (
     model_validator,
 )
 
-from runner.addresses import split_address
+from runner.addresses import is_store, local_path, split_address
 
 # ------------------------------------------------------------------- durations, sizes, money
 
@@ -255,7 +254,7 @@ class DataItem(Model):
     @field_validator("source")
     @classmethod
     def _in_a_store(cls, value: str) -> str:
-        if re.match(r"s3://[^/]|file://(/|\{)", value):
+        if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)):
             return value
         msg = f"must be s3://bucket/path or file:///path, got {value!r}"
         raise ValueError(msg)
@@ -369,8 +368,7 @@ class OffloadPolicy(Model):
     def _known(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        parts = urlsplit(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1))
-        if (parts.scheme == "s3" and parts.netloc) or (parts.scheme, parts.netloc, parts.path[:1]) == ("file", "", "/"):
+        if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)):
             return value.rstrip("/")
         msg = f"must be s3://bucket/prefix or file:///folder, got {value!r}"
         raise ValueError(msg)
@@ -659,7 +657,8 @@ class Job(Model):
 
         def address(text: str) -> str:
             filled = put(text)
-            return f"file://{posixpath.normpath(filled[7:])}" if filled.startswith("file://") else filled
+            path = local_path(filled)
+            return f"file://{posixpath.normpath(path)}" if path else filled
 
         def place(text: str) -> str:
             return text if text in {"auto", "never"} else address(text) if "://" in text else folder(text)

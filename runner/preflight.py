@@ -22,11 +22,12 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from runner.adapters.launchers import LAUNCHERS, split_command
 from runner.adapters.providers import PROVIDERS, SECRETS, with_secrets
 from runner.adapters.providers.http import make_send
+from runner.addresses import local_path
 from runner.errors import MachineError, RunnerError, StoreError
 from runner.facts import (
     Broken,
@@ -381,8 +382,8 @@ def _store(mission: Mission) -> Iterable[Finding]:
 
 def _shares_disk(mission: Mission) -> bool:
     """Whether the store is a folder on the file system of the run; one where no disk is mounted is, too."""
-    place = urlsplit(mission.job.offload.to or "")
-    return place.scheme == "file" and _device(Path(unquote(place.path))) == _device(mission.run_dir)
+    place = local_path(mission.job.offload.to or "")
+    return place is not None and _device(place) == _device(mission.run_dir)
 
 
 def _device(path: Path) -> int:

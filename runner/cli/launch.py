@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.adapters.secrets import OWN_STORE_KEYS, STORE_KEYS
+from runner.addresses import local_path
 from runner.cli.load import LoadedJob, load_job
 from runner.cli.naming import JOB_VARIABLE, add_job, named_job
 from runner.cli.output import out, out_json
@@ -130,9 +131,8 @@ def _volumes(loaded: LoadedJob, name: str, socket: str, *, here: bool) -> Iterat
         )
     if here or isinstance(source, PathSource):
         yield str(loaded.folder), f"{_JOB_FOLDER}:ro"
-    if store and store.startswith("file://"):  # a folder of this machine outlives the volume
-        folder = store.removeprefix("file://")
-        yield folder, f"{folder}:rw"
+    if folder := local_path(store or ""):  # a folder of this machine outlives the volume
+        yield str(folder), f"{folder}:rw"
     if socket:
         yield socket, f"{_SOCKET}:rw"
 

@@ -17,6 +17,7 @@ from runner.adapters.launchers import Launch, check_command, check_first_word, s
 from runner.adapters.providers import PROVIDERS
 from runner.adapters.providers.contract import Answer, Keep
 from runner.adapters.secrets import FOLDER, find_values
+from runner.addresses import scheme_of
 from runner.cli.load import CHECK_IT, LoadedJob, load_job, place_of
 from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
@@ -256,7 +257,7 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     yield from _not_kept(job)
     if job.offload.to is None:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
-    elif job.offload.to.startswith("file://"):
+    elif scheme_of(job.offload.to) == "file":
         yield "offload.to: a folder protects only if it lies on another machine's disk"
     yield from _passwords(job)
     if job.checkpoint.save_interval > _RARE:

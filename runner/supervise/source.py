@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Final
 from urllib.parse import unquote, urlsplit
 
+from runner.addresses import local_path
 from runner.errors import JobError
 from runner.job import ArchiveSource, GitSource, PathSource, without_password
 from runner.supervise import process
@@ -225,7 +226,7 @@ def _unpack(source: ArchiveSource, place: Path, config_dir: Path, pauses_s: Sequ
     parts = urlsplit(source.archive)
     match parts.scheme:
         case "" | "file":
-            path = config_dir / unquote(parts.path) if parts.scheme else config_dir / source.archive
+            path = config_dir / (local_path(source.archive) or source.archive)
             if not path.is_file():
                 raise JobError(f"source: expected an archive, found none at {path}", hint="check `archive`")
             unpack(path, place)

@@ -1046,6 +1046,20 @@ def test_checkpoints_ls_of_the_store(cli, stored):
     assert [(400, False, True), (500, False, True)] == [(row["step"], row["local"], row["offsite"]) for row in rows]
 
 
+@pytest.mark.parametrize("name", ["disk#2", "disk?2", "disk%202"])
+def test_a_store_is_the_folder_that_is_written(cli, tmp_path, name):
+    """
+    And no other one that has such a run, with a part of that name.
+    """
+    write_checkpoint(tmp_path / name / "llama" / "checkpoints", 400, b"right")
+    for other in ("disk", "disk 2"):
+        write_checkpoint(tmp_path / other / "llama" / "checkpoints", 300, b"wrong")
+
+    rows = json.loads(cli("checkpoints", "ls", "--json", f"file://{tmp_path}/{name}/llama").stdout)
+
+    assert [400] == [row["step"] for row in rows]
+
+
 @pytest.mark.parametrize(("suffix", "step"), [("", 500), ("/checkpoints/step-00000400-0123abcd", 400)])
 def test_restore_brings_a_checkpoint_and_says_where_it_is(tmp_path, cli, stored, suffix, step):
     """

@@ -151,6 +151,22 @@ def test_nothing_there_and_two_for_one_place_are_final(origin, tmp_path):
     assert (True, "data.from" in missing.value.hint, True) == (missing.value.final, True, twice.value.final)
 
 
+@pytest.mark.parametrize("mark", ["#1", "?1", "%201", "%23"])
+def test_data_comes_from_the_folder_that_is_written(origin, tmp_path, mark):
+    """
+    What an address has is the path, to its last sign: no other folder's files come in its place.
+    """
+    away, place = f"{origin.offload.to}/d", f"{origin.offload.to}/d{mark}"
+    for address, name in ((away, "wrong"), (place, "right")):
+        origin.open_at(address).put(name, name.encode())
+
+    origin.stage(Item(source=place, to=str(tmp_path / "folder")))
+    origin.stage(Item(source=f"{place}/right", to=str(tmp_path / "file")))
+
+    assert {"right": b"right"} == contents(tmp_path / "folder")
+    assert b"right" == (tmp_path / "file").read_bytes()
+
+
 def test_a_file_whose_name_is_anothers_with_something_added_is_another_file(origin, tmp_path):
     """
     What is under way has a place that no file of the data can have: each file ends with its own bytes.

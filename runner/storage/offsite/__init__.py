@@ -4,10 +4,9 @@ and a fixture in the conformance suite.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
+from runner.addresses import local_path, scheme_of
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import (
     LACKS,
@@ -42,7 +41,9 @@ _Open = Callable[[Where, Mapping[str, str], Abilities | None, Timeouts | None], 
 
 
 def _open_file(offload: Where, _env: Mapping[str, str], _abilities: Abilities | None, _: Timeouts | None) -> Store:
-    return FileStore(Path(unquote(urlsplit(offload.to or "").path)), Disk())
+    root = local_path(offload.to or "")
+    assert root, "a store of files has a folder"
+    return FileStore(root, Disk())
 
 
 def _open_s3(offload: Where, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None) -> Store:
@@ -72,7 +73,7 @@ def open_store(
     ones than large objects need.
     """
     assert offload.to, "a job without offload.to has no store"
-    return STORES[urlsplit(offload.to).scheme](offload, env, abilities, timeouts_s)
+    return STORES[scheme_of(offload.to)](offload, env, abilities, timeouts_s)
 
 
 def warm_up(scheme: str) -> None:

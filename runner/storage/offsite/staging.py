@@ -22,8 +22,8 @@ from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
 
+from runner.addresses import local_path
 from runner.errors import one_line
 from runner.storage.checksums import combine_chunks, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
@@ -133,7 +133,8 @@ def stage(  # noqa: PLR0913  # called once, all by name
 
 def _find(item: Item, open_at: Callable[[str], Store], mark: str) -> Iterator[_File]:
     address = item.source.rstrip("/")
-    if _is_local_file(address):
+    path = local_path(address)
+    if path and path.is_file():
         yield _single(item, address, open_at, mark)
         return
     store, number, strays = open_at(address), 0, list[str]()
@@ -161,10 +162,6 @@ def _expect_none_left_out(store: Store, strays: Sequence[str]) -> None:
             hint="rename them there, put files where links are, or name a folder without them in data.from",
             final=True,
         )
-
-
-def _is_local_file(address: str) -> bool:
-    return address.startswith("file://") and Path(unquote(urlsplit(address).path)).is_file()
 
 
 def _single(item: Item, address: str, open_at: Callable[[str], Store], mark: str) -> _File:
