@@ -228,7 +228,8 @@ def _differences_in_store(address: Address) -> Differences:
     with Bar() as bar:
         meter = Meter(sum(c.size_bytes for c in wanted), bar)
         found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
-    return found, list(survey.problems)
+    nothing = () if found else (f"{address}: expected a checkpoint, found none",)
+    return found, list(survey.problems or nothing)
 
 
 def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -1114,6 +1115,24 @@ def test_a_run_that_the_store_does_not_have_is_no_empty_table(cli, stored, actio
     done = cli("checkpoints", action, address)
 
     assert (4, "", f"error: {address}: expected a run, found none") == (
+        done.returncode,
+        done.stdout,
+        done.stderr.splitlines()[0],
+    )
+
+
+@pytest.mark.parametrize("has_shards", [False, True])
+def test_verify_of_a_run_without_a_checkpoint_in_its_store_verifies_nothing(cli, stored, has_shards):
+    """
+    Exit code 4 and its line, as of a folder: whoever deletes the machine after `verify` must hear it.
+    """
+    folder = Path(stored.removeprefix("file://")) / "checkpoints"
+    for name in ("step-00000400-0123abcd", "step-00000500-0123abcd"):
+        (folder / name / MANIFEST).unlink() if has_shards else shutil.rmtree(folder / name)
+
+    done = cli("checkpoints", "verify", stored)
+
+    assert (4, "", f"error: {stored}: expected a checkpoint, found none") == (
         done.returncode,
         done.stdout,
         done.stderr.splitlines()[0],
