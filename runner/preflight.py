@@ -408,6 +408,7 @@ def _try_store(mission: Mission) -> StoreTrial:
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(lambda key: store.put(key, sample), keys))
     rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
+    missing_rights = store.find_missing_rights(folder)
     entries = list(store.list(folder))
     modified = next((entry.modified_at for entry in entries if entry.key == keys[0]), asked_at)
     stale = [entry.key for entry in entries if entry.modified_at < modified - _STALE]  # of one that was killed
@@ -417,6 +418,7 @@ def _try_store(mission: Mission) -> StoreTrial:
         deletes=_can_delete(store, [*keys, *stale]),
         is_exclusive=abilities.conditional,
         lacks=LACKS[abilities.checksums],
+        missing_rights=missing_rights,
         skew_s=(modified - asked_at).total_seconds(),
     )
 

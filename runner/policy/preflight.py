@@ -405,6 +405,13 @@ def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Fi
     if not trial.deletes:
         hint = "the store fills up; let these credentials delete, or remove old checkpoints yourself"
         found.append(_warn("store", f"{trial.address} does not let us delete: old checkpoints stay", hint))
+    if missing := trial.missing_rights:
+        anew = "" if missing == ("s3:AbortMultipartUpload",) else "an upload that was killed begins anew, and "
+        message = (
+            f"{trial.address}: the key lacks {', '.join(missing)}: {anew}what is left half sent may stay and cost money"
+        )
+        hint = "give it these rights (docs/store.md), or end unfinished uploads by a lifecycle rule"
+        found.append(_warn("store", message, hint))
     if not trial.is_exclusive:
         message = (
             f"{trial.address} replaces what it was asked not to (conditional writes): two machines could write one run"

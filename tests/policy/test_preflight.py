@@ -261,6 +261,14 @@ STORES = {
     "well": (StoreTrial(address="s3://b", rate=500e6), []),
     "keeps all": (StoreTrial(address="s3://b", rate=500e6, deletes=False), ["does not let us delete"]),
     "replaces": (StoreTrial(address="s3://b", rate=500e6, is_exclusive=False), ["two machines could write one run"]),
+    "begins anew": (
+        StoreTrial(address="s3://b", rate=500e6, missing_rights=("s3:ListBucketMultipartUploads",)),
+        ["the key lacks s3:ListBucketMultipartUploads: an upload that was killed begins anew"],
+    ),
+    "leaves parts": (
+        StoreTrial(address="s3://b", rate=500e6, missing_rights=("s3:AbortMultipartUpload",)),
+        ["the key lacks s3:AbortMultipartUpload: what is left half sent may stay and cost money"],
+    ),
     "clock": (StoreTrial(address="s3://b", rate=500e6, skew_s=-900), ["900 s apart"]),
 }
 

@@ -10,7 +10,16 @@ import pytest
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import Abilities, Checksums, OffsiteError, comparing, restoring, surveying, uploading
+from runner.storage.offsite import (
+    Abilities,
+    Checksums,
+    OffsiteError,
+    comparing,
+    restoring,
+    surveying,
+    tidying,
+    uploading,
+)
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server
@@ -179,6 +188,31 @@ def test_after_a_kill_only_what_is_missing_is_sent(proxy, s3_offload, s3server, 
     assert 0 == move("upload", (offload, s3server.env), directory.root, ref)
     assert before > 2 * CHUNK_BYTES  # else nothing was killed
     assert proxy.num_bytes_up - before < len(shards["large"]) - CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("operation", "right"),
+    [
+        ("ListMultipartUploads", "s3:ListBucketMultipartUploads"),
+        ("ListParts", "s3:ListMultipartUploadParts"),
+        ("AbortMultipartUpload", "s3:AbortMultipartUpload"),
+    ],
+)
+def test_a_right_that_only_spares_work_is_done_without_and_named(behind, proxy, s3server, directory, operation, right):  # noqa: PLR0917
+    """
+    Who may write may store: what a killed upload left cannot be found, so all of it goes once more. The look that
+    finds the right missing leaves nothing.
+    """
+    ref = commit(directory, shards=SHARDS).ref
+    key = surveying.key_of("job", ref, directory.manifest(ref).shards[0])
+    s3server.client().create_multipart_upload(Bucket=BUCKET, Key=f"{behind._prefix}{key}")
+    proxy.add(operation=operation, answer=(403, "AccessDenied"))
+
+    assert (right,) == behind.find_missing_rights("job/preflight")
+    assert [] == list(behind.list("job/preflight"))
+    uploading.upload(behind, "job", directory, ref, ignore)
+    tidying.sweep(behind, "job")
+    assert [ref] == [checkpoint.ref for checkpoint in surveying.survey(behind, "job").checkpoints]
 
 
 def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tmp_path):

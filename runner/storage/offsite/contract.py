@@ -238,6 +238,10 @@ class Store(Protocol):
         """Forget uploads below a prefix that were begun earlier and never finished."""
         ...
 
+    def find_missing_rights(self, folder: str) -> tuple[str, ...]:
+        """Tried out in a folder: what this key may not do, and an upload does without at a price."""
+        ...
+
 
 def is_key(key: str) -> bool:
     """

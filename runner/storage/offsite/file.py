@@ -246,6 +246,9 @@ class FileStore:
                     _remove_if_empty(path) if path.is_dir() else self._disk.remove(path)
                     self._prune(path)
 
+    def find_missing_rights(self, _folder: str) -> tuple[str, ...]:
+        return ()
+
     @contextmanager
     def _place(self, key: str) -> Iterator[tuple[Path, Path]]:
         """A temporary name and the real one, in a folder that is there."""

@@ -72,6 +72,7 @@ _HASH_BYTES: Final = 1 << 20
 _UNABLE: Final = frozenset(
     {"NotImplemented", "InvalidArgument", "InvalidRequest", "MalformedXML", "UnsupportedArgument", "400", "501"}
 )
+_FORBIDDEN: Final = frozenset({"AccessDenied", "403"})
 _SAMPLE: Final = b"vramfarm looks at what this store can do\n"
 _WRONG: Final = 1  # the CRC32 of other bytes
 
@@ -176,6 +177,24 @@ class S3Store:
                 self._client.abort_multipart_upload(**named)
         return True
 
+    def find_missing_rights(self, folder: str) -> tuple[str, ...]:
+        key = f"{folder}/{secrets.token_hex(8)}"
+        with self._plain_words(key):
+            upload = self._begin_upload(key, Checksums.NONE)
+            named: dict[str, Any] = {**self._named(key), "UploadId": upload.id}
+            put = self._client.upload_part(**named, PartNumber=1, Body=_SAMPLE, **_with_md5(_SAMPLE))
+            tries: Mapping[str, Callable[[], object]] = {
+                "s3:ListBucketMultipartUploads": lambda: list(self._list_unfinished(key)),
+                "s3:ListMultipartUploadParts": lambda: self._parts_of(key, upload.id),
+                "s3:AbortMultipartUpload": lambda: self._client.abort_multipart_upload(**named),
+            }
+            missing = tuple(right for right, call in tries.items() if _is_forbidden(call))
+            if "s3:AbortMultipartUpload" in missing:  # what is complete can be deleted
+                with suppress(ClientError):
+                    self._finish(upload, Checksums.NONE, 0, [{"PartNumber": 1, "ETag": put["ETag"]}])
+                    self._client.delete_object(**self._named(key))
+        return missing
+
     # --------------------------------------------------------------------------------- put
 
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
@@ -209,19 +228,30 @@ class S3Store:
         if not begun:
             return None
         upload_id = max(begun, key=lambda u: u["Initiated"])["UploadId"]
-        pages = self._client.get_paginator("list_parts").paginate(**self._named(key), UploadId=upload_id)
-        there = {part["PartNumber"]: part for page in pages for part in page.get("Parts", [])}
+        try:
+            there = self._parts_of(key, upload_id)
+        except ClientError as error:
+            if code_of(error) not in _FORBIDDEN:
+                raise
+            return None
         return _Upload(key=key, id=upload_id, there=there)
 
+    def _parts_of(self, key: str, upload_id: str) -> Mapping[int, Mapping[str, Any]]:
+        pages = self._client.get_paginator("list_parts").paginate(**self._named(key), UploadId=upload_id)
+        return {part["PartNumber"]: part for page in pages for part in page.get("Parts", [])}
+
     def _unfinished(self, prefix: str) -> Iterator[Mapping[str, Any]]:
-        """None, where the server cannot list them: then a killed upload begins anew."""
-        pages = self._client.get_paginator("list_multipart_uploads")
+        """None, where the server cannot list them, or lets us not: then a killed upload begins anew."""
         try:
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
-                yield from page.get("Uploads", [])
+            yield from self._list_unfinished(prefix)
         except ClientError as error:
-            if code_of(error) not in _UNABLE:
+            if code_of(error) not in _UNABLE | _FORBIDDEN:
                 raise
+
+    def _list_unfinished(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        pages = self._client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+            yield from page.get("Uploads", [])
 
     def _begin_upload(self, key: str, kind: Checksums) -> _Upload:
         wish: Mapping[Checksums, Mapping[str, Any]] = {
@@ -447,10 +477,11 @@ class S3Store:
     def abort(self, prefix: str, before: datetime) -> None:
         with self._plain_words(prefix):
             for upload in list(self._unfinished(prefix)):
-                if upload["Initiated"] < before:
-                    self._client.abort_multipart_upload(
-                        Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                    )
+                named = {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                if upload["Initiated"] < before and _is_forbidden(
+                    partial(self._client.abort_multipart_upload, **named)
+                ):
+                    return  # the first look has said so, and what it costs
 
     def _named(self, key: str) -> _Named:
         if not is_key(key) or not _can_be_spelled(key):
@@ -644,6 +675,17 @@ def _is_refused(call: Callable[..., Any], *args: Any, **fields: Any) -> bool:  #
         if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:  # noqa: PLR2004  # its own fault
             raise
         return True
+    return False
+
+
+def _is_forbidden(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ClientError as error:
+        if code_of(error) in _FORBIDDEN:
+            return True
+        if code_of(error) not in _UNABLE:  # what a server cannot do, no right gives
+            raise
     return False
 
 
