@@ -21,6 +21,7 @@ from runner.cli.shelves import (
     expect_run,
     find_place,
     first_whole,
+    problems_of,
 )
 from runner.cli.stores import Address, StoredRun, open_run
 from runner.committed import Checkpoint
@@ -139,9 +140,10 @@ def _rows_of_store(address: Address) -> list[dict[str, Any]]:
     with Bar() as bar:
         survey = surveying.survey_readable(run.store, run.job, bar)
     expect_run(address, run, survey)
-    for problem in survey.problems:
+    for problem in problems_of(run, survey):
         note(f"unusable: {problem}")
-    return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in survey.checkpoints]
+    found = (checkpoint for checkpoint in survey.checkpoints if run.means(checkpoint.ref.name))
+    return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in found]
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -224,12 +226,12 @@ def _differences_in_store(address: Address) -> Differences:
     run = open_run(address, surveying.read_abilities(run.store, run.job))
     survey = surveying.survey_readable(run.store, run.job)
     expect_run(address, run, survey)
-    wanted = [c for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
+    wanted = [c for c in survey.checkpoints if run.means(c.ref.name)]
     with Bar() as bar:
         meter = Meter(sum(c.size_bytes for c in wanted), bar)
         found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
     nothing = () if found else (f"{address}: expected a checkpoint, found none",)
-    return found, list(survey.problems or nothing)
+    return found, problems_of(run, survey) or list(nothing)
 
 
 def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:

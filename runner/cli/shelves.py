@@ -111,8 +111,8 @@ def candidates_in_store(address: Address) -> list[Candidate]:
     run = open_run(address)
     survey = surveying.survey(run.store, run.job, wanted=run.checkpoint)
     expect_run(address, run, survey)
-    found = [c.ref for c in survey.checkpoints if run.checkpoint in {"", c.ref.name}]
-    problems = [p for p in survey.problems if p.startswith(run.checkpoint)]
+    found = [c.ref for c in survey.checkpoints if run.means(c.ref.name)]
+    problems = problems_of(run, survey)
     _expect_some(str(address), len(found), problems, is_one=bool(run.checkpoint))
     all_of_them = [c.ref for c in survey.checkpoints] if run.checkpoint else []
     return [
@@ -141,10 +141,16 @@ def expect_run(address: Address, run: StoredRun, survey: Survey) -> None:
     """A wrong name is told from a run without checkpoints, and so is the folder that runs are in."""
     if not survey.checkpoints and not survey.problems and not run.is_there():
         raise no_run(address)
-    if run.checkpoint and all(c.ref.name != run.checkpoint for c in survey.checkpoints) and not survey.problems:
-        raise StoreError(
-            f"{address}: expected a whole checkpoint, found none", hint="vramfarm-runner checkpoints ls URL"
-        )
+    is_found = any(run.means(c.ref.name) for c in survey.checkpoints) or problems_of(run, survey)
+    if run.checkpoint and not is_found:
+        there = ", ".join(c.ref.name for c in survey.checkpoints[-_A_FEW:])
+        hint = f"there are {there}" if there else "no whole one is there"
+        raise StoreError(f"{address}: expected a whole checkpoint, found none", hint=hint)
+
+
+def problems_of(run: StoredRun, survey: Survey) -> list[str]:
+    """Of the checkpoint that the address names, or of all that is there."""
+    return [problem for problem in survey.problems if run.means(problem.partition(": ")[0])]
 
 
 def damaged_names(directory: CheckpointDir) -> list[str]:

@@ -40,6 +40,9 @@ class StoredRun:
     job: str
     checkpoint: str = ""
 
+    def means(self, name: str) -> bool:
+        return self.checkpoint in {"", name}
+
     def is_there(self) -> bool:
         """Whether a runner has written anything of it."""
         return any(self.store.head(f"{self.job}/{name}") for name in _MARKS)
@@ -74,7 +77,9 @@ def read_object(address: str, limit_bytes: int) -> bytes:
 
 def no_run(address: Address) -> StoreError:
     """Nothing that a runner writes is there: one word and one exit code for whoever asks for a run."""
-    return StoreError(f"{address}: expected a run, found none", hint="is its name right? STORE/NAME of the job")
+    is_folder = str(address).rstrip("/").endswith("/checkpoints")
+    hint = "leave /checkpoints out: the run is STORE/NAME" if is_folder else "is its name right? STORE/NAME of the job"
+    return StoreError(f"{address}: expected a run, found none", hint=hint)
 
 
 def read_small(address: Address, name: str) -> bytes:

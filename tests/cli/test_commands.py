@@ -1121,6 +1121,32 @@ def test_a_run_that_the_store_does_not_have_is_no_empty_table(cli, stored, actio
     )
 
 
+def test_the_address_of_one_checkpoint_is_that_one(tmp_path, cli, stored):
+    """
+    For ls, verify, restore and export, as its folder is: whoever is damaged beside it, and none that is there for one that is not.
+    """
+    good, damaged, missing = (f"step-{step:08d}-0123abcd" for step in (400, 500, 600))
+    (Path(stored.removeprefix("file://")) / "checkpoints" / damaged / MANIFEST).write_text("junk")
+    ways = (("ls",), ("verify",), ("restore", "here"), ("export", "--to", "out"))
+
+    def ask(name, way):
+        return cli("checkpoints", way[0], f"{stored}/checkpoints/{name}", *way[1:])
+
+    listed, verified, restored, _ = (ask(good, way) for way in ways)
+
+    assert (0, True) == (listed.returncode, "step" not in listed.stderr), listed.stderr
+    assert ["STEP", "400"] == [line.split()[0] for line in listed.stdout.splitlines()]
+    assert (0, f"{good}  every byte is what its manifest says\n") == (verified.returncode, verified.stdout)
+    assert (0, f"here/{good}\n") == (restored.returncode, restored.stdout)
+    assert f"error: {damaged}: " in ask(damaged, ("verify",)).stderr
+    for way in ways:
+        done = ask(missing, way)
+        line, hint = done.stderr.splitlines()
+        assert (4, "") == (done.returncode, done.stdout), way
+        assert f"error: {stored}/checkpoints/{missing}: expected a whole checkpoint, found none" == line
+        assert f"hint: there are {good}" == hint
+
+
 @pytest.mark.parametrize("has_shards", [False, True])
 def test_verify_of_a_run_without_a_checkpoint_in_its_store_verifies_nothing(cli, stored, has_shards):
     """
