@@ -3,12 +3,13 @@
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
+from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk
 from runner.storage.offsite import (
     Abilities,
@@ -20,7 +21,7 @@ from runner.storage.offsite import (
     tidying,
     uploading,
 )
-from runner.storage.offsite.s3 import S3Store
+from runner.storage.offsite.s3 import NUM_THREADS, S3Store, _Window
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server
 from tests.storage.examples import commit
@@ -213,6 +214,39 @@ def test_a_right_that_only_spares_work_is_done_without_and_named(behind, proxy, 
     uploading.upload(behind, "job", directory, ref, ignore)
     tidying.sweep(behind, "job")
     assert [ref] == [checkpoint.ref for checkpoint in surveying.survey(behind, "job").checkpoints]
+
+
+def test_on_a_slow_line_one_part_after_another_is_whole(behind, proxy, tmp_path):
+    """
+    A kill costs what is half there, and progress counts what is whole: few parts share the line, and more once it is
+    quick.
+    """
+    at_first = []
+
+    def sent(_):
+        at_first.append(proxy.operations.count("UploadPart"))
+        proxy.limit_up(1e9)
+
+    proxy.limit_up(4_000_000)
+    (tmp_path / "shard").write_bytes(os.urandom(8 * CHUNK_BYTES))
+    shard = describe_file(tmp_path / "shard", "shard")
+    behind.put_file("job/shard", tmp_path / "shard", shard, sent)
+
+    assert 2 <= at_first[0] <= 4, at_first
+
+
+def test_on_a_quick_line_all_threads_send():
+    """
+    Each part that is soon there lets one more go beside the others.
+    """
+    window = _Window()
+    for _ in range(NUM_THREADS):
+        with window.one():
+            pass
+    with ExitStack() as together:
+        for _ in range(NUM_THREADS):
+            together.enter_context(window.one())
+        assert not window._slots.acquire(blocking=False)
 
 
 def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tmp_path):

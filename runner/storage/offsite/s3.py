@@ -62,8 +62,9 @@ from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 NUM_THREADS: Final = 16  # that send parts
-_NUM_AT_FIRST: Final = 8  # parts on their way
+_NUM_AT_FIRST: Final = 2  # parts on their way
 _SOON_S: Final = 2.0  # where a part is there so soon, one more may be on its way
+_SAME: Final = 1.2  # times the first one's: more beside it have cost a part nothing, so it is not the line that is slow
 PART_CHUNKS: Final = 2  # chunks in a part
 _NUM_CALLERS: Final = 12  # threads of callers, beside those that send parts
 _MAX_PARTS: Final = 10_000
@@ -511,27 +512,29 @@ def _retrying() -> tenacity.Retrying:
 class _Window:
     """
     How many parts are on their way at once. Each keeps a server busy for a moment after its last byte, in which others
-    should be sent. On a slow line that is nothing, and what is half there is lost with a kill: there they stay few.
+    should be sent, and a long way wants many. On a slow line that is nothing, and what is half there is lost with a
+    kill: there they stay few, so that one after another is whole.
     """
 
     def __init__(self) -> None:
         self._slots = threading.Semaphore(_NUM_AT_FIRST)
         self._lock = threading.Lock()
         self._left = NUM_THREADS - _NUM_AT_FIRST
+        self._first_s = 0.0
 
     @contextmanager
     def one(self) -> Iterator[None]:
         with self._slots:
             began = time.monotonic()
             yield
-            if time.monotonic() < began + _SOON_S:
-                self._widen()
+            self._note(time.monotonic() - began)
 
-    def _widen(self) -> None:
+    def _note(self, took_s: float) -> None:
         with self._lock:
-            if self._left:
+            if self._left and took_s < max(_SOON_S, _SAME * self._first_s):
                 self._left -= 1
                 self._slots.release()
+            self._first_s = self._first_s or took_s
 
 
 class _Reading:
