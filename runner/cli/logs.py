@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -12,15 +14,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from runner.cli.output import out
+from runner.cli.output import note, out
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import Address, StoredRun, no_run, open_run
 from runner.cli.streams import speaking
-from runner.errors import JobError, StoreError
+from runner.errors import JobError, StoreError, one_line
 from runner.supervise.logs import Follower, Line, find_streams, tail
 
 _LOOK_S: Final = 0.5
 _TAIL_BYTES: Final = 1 << 20  # of one file in the store
+_ATTEMPT: Final = re.compile(r"attempt-\d{4,9}", re.ASCII)
+_NO_NAME: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +58,7 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     refuse_follow(args)
     run = open_run(address)
     sizes = {entry.key: entry.size_bytes for entry in run.store.list(f"{run.job}/logs/attempt-")}
-    numbers = sorted({name for key in sizes if (name := key.split("/")[2]).removeprefix("attempt-").isdecimal()})
+    numbers = sorted({name for key in sizes if _ATTEMPT.fullmatch(name := key.split("/")[2])})
     wanted = numbers[-1:] if args.attempt is None else [n for n in numbers if n == f"attempt-{args.attempt:04d}"]
     if not numbers:
         raise _no_logs(address, run)
@@ -65,17 +69,27 @@ def _from_the_store(args: argparse.Namespace, address: Address) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / wanted[0]
         folder.mkdir()
-        for key in (key for key in sizes if key.startswith(prefix)):
-            path = folder / key.removeprefix(prefix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            begin = max(sizes[key] - _TAIL_BYTES, 0)
-            path.write_bytes(run.store.read(key, begin, min(sizes[key], _TAIL_BYTES)))
+        for key in sorted(key for key in sizes if key.startswith(prefix)):
+            _bring(run, key, sizes[key], folder / key.removeprefix(prefix))
         _expect_rank(folder, args.rank)
         lines = tail(folder, args.lines, rank=args.rank)
         _print(lines, as_json=args.json)
     if not lines and args.lines > 0:
         sys.stderr.write(f"{address}: no line of {wanted[0]} is there yet; the runner copies logs every ten minutes\n")
     return 0
+
+
+def _bring(run: StoredRun, key: str, size_bytes: int, path: Path) -> None:
+    """The end of one file. In a store names may stand beside one another that a disk cannot have so."""
+    begin = max(size_bytes - _TAIL_BYTES, 0)
+    content = run.store.read(key, begin, min(size_bytes, _TAIL_BYTES))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        if error.errno not in _NO_NAME:
+            raise
+        note(f"passed over: {one_line(key)}: {error.strerror}")
 
 
 def _no_logs(address: Address, run: StoredRun) -> StoreError:

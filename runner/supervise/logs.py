@@ -43,8 +43,8 @@ class Line:
 
 
 def find_streams(folder: Path, *, rank: int | None = None) -> tuple[Stream, ...]:
-    """Return the streams of an attempt, the launcher's first; with `rank`, those of one rank."""
-    return tuple(sorted(s for s in _all_streams(folder) if rank is None or s.rank == rank))
+    """Return the streams of an attempt, the launcher's first; with `rank`, those of one rank. No folder is one."""
+    return tuple(sorted(s for s in _all_streams(folder) if (rank is None or s.rank == rank) and s.path.is_file()))
 
 
 def tail(folder: Path, num_lines: int, *, rank: int | None = None) -> tuple[Line, ...]:
@@ -148,9 +148,7 @@ def _now() -> datetime:
 
 
 def _all_streams(folder: Path) -> Iterator[Stream]:
-    launcher = folder / "launcher.log"
-    if launcher.exists():
-        yield Stream(-1, "output", launcher)
+    yield Stream(-1, "output", folder / "launcher.log")
     for path in folder.glob(_TORCHRUN):
         if path.parent.name.isdecimal():
             yield Stream(int(path.parent.name), path.stem, path)

@@ -257,6 +257,25 @@ def test_an_empty_key_in_the_environment_is_no_key(cli, s3_offload, s3server, di
     assert [ref.step] == [row["step"] for row in json.loads(listed.stdout or "[]")], listed.stderr
 
 
+_CLASH = {"launcher.log": b"hello\n", "launcher.log/x": b"", "x_rank0.log/a": b"", "0": b"", "0/x": b""}
+
+
+def test_logs_whose_names_no_disk_can_have_are_passed_over(cli, s3_offload, s3server):
+    """
+    A name below another file's, a folder called as a log: what can be shown is, the rest is named.
+    """
+    store = open_store(s3_offload, s3server.env)
+    for name, content in _CLASH.items():
+        store.put(f"job/logs/attempt-0001/{name}", content)
+    store.put("job/logs/attempt-²/launcher.log", b"none of an attempt")
+
+    done = cli("logs", f"{s3_offload.to}/job", AWS_ENDPOINT_URL=s3server.endpoint, **s3server.env)
+
+    assert (0, "launcher: hello\n") == (done.returncode, done.stdout), done.stderr
+    assert "passed over: job/logs/attempt-0001/launcher.log/x: " in done.stderr
+    assert "passed over: job/logs/attempt-0001/0/x: " in done.stderr
+
+
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
     """Of a server on this machine, signed by itself."""
