@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from decimal import Decimal
 from math import isfinite
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from runner.adapters.frameworks import get_framework
@@ -263,7 +264,10 @@ def eta_s(seen: Observed) -> float | None:
     return max(progress.max_steps - progress.step, 0) / progress.steps_per_s
 
 
-def changes(before: Observed | None, after: Observed) -> Iterator[str]:
+Refusals = Mapping[TaskKind, Failed]  # that were told last, of tasks that have not succeeded since
+
+
+def changes(before: Observed | None, after: Observed, told: Refusals = MappingProxyType({})) -> Iterator[str]:
     """What came about between two looks and is worth a line."""
     if after.log_error and not (before and before.log_error):
         yield f"logs grow beyond logs.max_size, and this disk cannot give back their middle: {after.log_error}"
@@ -284,7 +288,7 @@ def changes(before: Observed | None, after: Observed) -> Iterator[str]:
     yield from _limit_near(before, after)
     if after.straggler and before and after.straggler != before.straggler:
         yield after.straggler
-    yield from _task_changes(before, after)
+    yield from _task_changes(before, after, told)
 
 
 def _is_news(before: Progress, after: Progress) -> bool:
@@ -335,13 +339,17 @@ def _lease_change(before: Lease, after: Lease) -> str:
             return ""
 
 
-def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
+def _task_changes(before: Observed | None, after: Observed, told: Refusals) -> Iterator[str]:
     for kind, state in after.tasks.items():
         if before is None or state == before.tasks.get(kind):
             continue
         if isinstance(state, Finished) and (line := _done(kind, state)):
             yield line
         if isinstance(state, Failed):
+            if _is_same(told.get(kind), state):
+                if state.at >= told[kind].at + _REFUSED_STILL:
+                    yield f"again: {kind} {state.subject}: {state.error}"
+                continue  # with its cure it was said before, of another checkpoint perhaps
             if state.failures > 1 and (state.final or not _is_power_of_two(state.failures)):
                 continue  # said with the first one; a night of them is a dozen lines
             again = f" (failure {state.failures}; it is tried again)"
@@ -350,6 +358,29 @@ def _task_changes(before: Observed | None, after: Observed) -> Iterator[str]:
                 again = f" (training goes on; it is tried again every {every})" if _is_retried(kind, after) else ""
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
+
+
+def note_refusals(told: Refusals, before: Observed | None, after: Observed) -> Refusals:
+    """What was told, once `changes` of these two looks were."""
+    noted = dict(told)
+    for kind, state in after.tasks.items():
+        if isinstance(state, Finished):
+            noted.pop(kind, None)
+        if before and isinstance(state, Failed) and state.final and state != before.tasks.get(kind):
+            is_known = _is_same(told.get(kind), state) and state.at < told[kind].at + _REFUSED_STILL
+            noted[kind] = told[kind] if is_known else state
+    return noted
+
+
+def _is_same(told: Failed | None, now: Failed) -> bool:
+    """Whether a refusal is the one that was told, but for the names of checkpoints. Damage is each checkpoint's own."""
+    if told is None or not now.final or now.damaged:
+        return False
+    return _NAMED.sub("", told.error) == _NAMED.sub("", now.error) and told.hint == now.hint
+
+
+_NAMED = re.compile(r"(s3|file)://\S+|[0-9a-f]{8,}|\d{4,}")  # objects, steps, ids; no status: those have three digits
+_REFUSED_STILL = timedelta(hours=1)
 
 
 def _is_power_of_two(number: int) -> bool:

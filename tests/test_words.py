@@ -41,6 +41,7 @@ from runner.words import (
     describe_draining,
     grace,
     last_save_s,
+    note_refusals,
     opening,
     phase,
     progress_line,
@@ -190,6 +191,36 @@ def test_a_refusal_of_the_store_is_said_once_with_the_cure():
     line = "lease of the run failed: no space left; free some space (training goes on; it is tried again every 2m 00s)"
     assert [line] == list(changes(live, after))
     assert [] == list(changes(after, later))
+
+
+def test_a_refusal_that_meets_each_checkpoint_is_said_once_and_each_hour():
+    """
+    A key without a right refuses every checkpoint of a night: a line with the cure, then one an hour without. What
+    is refused for another reason, or after a success, is told in full.
+    """
+
+    def refused(number, why="403"):
+        name = f"step-{number:08}-0123ab{number % 90 + 10}"
+        failed = Failed(subject=name, at=NOW + number * timedelta(minutes=20), error=f"{name}/x: {why}", final=True, failures=1, hint="cure")  # fmt: skip
+        return replace(SEEN, tasks={TaskKind.UPLOAD: failed})
+
+    running = replace(SEEN, tasks={TaskKind.UPLOAD: Running(subject="x", started_at=NOW)})
+    stored = replace(SEEN, tasks={TaskKind.UPLOAD: Finished(subject="x", at=NOW, result={"summary": "1 MB"})})
+    looks = [SEEN, *(look for number in range(8) for look in (refused(number), running))]
+    looks += [refused(8, "507"), stored, refused(9, "507")]
+    told, lines = {}, []
+    for before, after in itertools.pairwise(looks):
+        lines += [line.split(" (")[0] for line in changes(before, after, told)]
+        told = note_refusals(told, before, after)
+
+    assert [
+        "upload step-00000000-0123ab10 failed: step-00000000-0123ab10/x: 403; cure",
+        "again: upload step-00000003-0123ab13: step-00000003-0123ab13/x: 403",
+        "again: upload step-00000006-0123ab16: step-00000006-0123ab16/x: 403",
+        "upload step-00000008-0123ab18 failed: step-00000008-0123ab18/x: 507; cure",
+        "checkpoint x is in the store: 1 MB",
+        "upload step-00000009-0123ab19 failed: step-00000009-0123ab19/x: 507; cure",
+    ] == lines
 
 
 def test_an_outage_of_the_store_is_told_ever_more_rarely():

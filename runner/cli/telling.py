@@ -25,6 +25,7 @@ from runner.policy.scaling import tell_scaling
 from runner.report import gather_folder, page
 from runner.supervise.logs import Follower
 from runner.words import (
+    Refusals,
     Surroundings,
     changes,
     closing,
@@ -32,6 +33,7 @@ from runner.words import (
     describe_draining,
     grace,
     last_save_s,
+    note_refusals,
     opening,
     progress_line,
     status,
@@ -109,6 +111,7 @@ class Teller:
         self._trimmed_at: datetime | None = None
         self._draining = False  # said in this boot that the end is held up
         self._faults: set[str] = set()
+        self._refusals: Refusals = {}
         self._saved_s = 0.0  # the page that says it goes with its attempt
 
     def __call__(self, action: Action | Refused | None, seen: Observed, history: History) -> None:
@@ -137,8 +140,9 @@ class Teller:
             else:
                 self._tell_grace(first=True)
         self._echo(history)
-        for line in changes(self._before, seen):
+        for line in changes(self._before, seen, self._refusals):
             self._say(line)
+        self._refusals = note_refusals(self._refusals, self._before, seen)
         self._tell_progress(seen)
         self._tell_scaling(seen, history)
         knows_saves, self._save_s = self._save_s is not None, last_save_s(seen) or self._save_s
