@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from vramfarm import frozen
 from vramfarm.checksum import crc32
 from vramfarm.protocol import ControlPage, Word
 from vramfarm.staging import Piece
 from vramfarm.state import Snapshot
-
-_PARTS: Final = 64
 
 
 def names(page: ControlPage, objects: Iterable[str]) -> set[str]:
@@ -41,22 +36,10 @@ def keep(page: ControlPage, objects: Iterable[str], apart: Iterable[str]) -> Non
 def describe(snapshot: Snapshot, name: str, encoded: object, pieces: Sequence[Piece]) -> list[Any]:
     """Return what the saver compares: a sum of an object's JSON, and the keys of tensors with sums of what is in its own. Waits for no device."""
     whole = [piece.local for piece in pieces if not piece.spread]  # what is spread differs anyway
-    found: dict[torch.device, list[Tensor]] = {}
-    for tensor in whole:
-        found.setdefault(tensor.device, []).append(_sums(tensor))
     own = Snapshot(rank=0, world_size=1)
     keys = [
-        own.add(f"alike.{name}.{snapshot.rank}.{number}", torch.cat(several))
-        for number, several in enumerate(found.values())
+        own.add(f"alike.{name}.{snapshot.rank}.{number}", several)
+        for number, several in enumerate(frozen.sums(whole).values())
     ]
     snapshot.pieces += own.pieces
     return [crc32(json.dumps(encoded).encode(), 0), keys]
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    """Of its bytes as whole numbers; of several parts where the same numbers could stand in another order."""
-    words = frozen.words_of(tensor)
-    parts = 1 if tensor.is_floating_point() else _PARTS
-    size = words.numel() // parts
-    rest = words[size * parts :].to(torch.int64)
-    return torch.cat([words[: size * parts].view(parts, size).sum(dim=1, dtype=torch.int64), rest])

@@ -124,11 +124,15 @@ def change_unseen(model):
     model.base.weight.data.mul_(0.5)
 
 
+def sort_anew(model):
+    model.base.weight.data.copy_(model.base.weight.data.flip(0))
+
+
 def exchange(model):
     model.base.weight = nn.Parameter(model.base.weight.detach() * 2, requires_grad=False)
 
 
-@pytest.mark.parametrize("change", [thaw, change_in_place, change_unseen, exchange])
+@pytest.mark.parametrize("change", [thaw, change_in_place, change_unseen, sort_anew, exchange])
 def test_weights_that_are_not_frozen_after_all_are_noticed(tmp_path, change):
     """
     Whichever way they change, each checkpoint holds what they were at its step.
@@ -270,3 +274,28 @@ def test_any_changed_bit_changes_the_sum(tensor):
     tensor.data.reshape(-1)[-1:].add_(1) if tensor.is_contiguous() else tensor.data[-1, -1].add_(1)
 
     assert {"w"} == frozen.differing(keys, [tensor], before, frozen.sums([tensor]))()
+
+
+def marks(size, *places):
+    tensor = torch.zeros(size)
+    tensor[list(places)] = 1
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (marks(1000, 0), marks(1000, 10)),
+        (marks(1000, 0, 6), marks(1000, 2, 4)),
+        (marks(300_000, 8), marks(300_000, 299_990)),
+        (torch.arange(600_000), torch.arange(600_000).view(600, 1000).flip(0).reshape(-1)),
+        (torch.arange(600_000), torch.arange(600_000).view(600, 1000).flip(1).reshape(-1)),
+        (torch.eye(2000, dtype=torch.int64), torch.eye(2000, dtype=torch.int64).flip(0)),
+    ],
+    ids=["mark", "two marks", "far", "rows", "columns", "permutation"],
+)
+def test_the_same_numbers_in_another_order_have_another_sum(one, other):
+    """
+    In small tensors and in large ones, in whatever way they changed places.
+    """
+    assert frozen.sums([one])[one.device] != frozen.sums([other])[one.device]
