@@ -57,6 +57,10 @@ class SaveError(Exception):
     """A save did not happen; the text is for a human. Training goes on."""
 
 
+class ApartError(SaveError):
+    """Nor did this one, which the next step makes up for: each rank has been told what to save by itself."""
+
+
 class Committer:
     """Writes and commits. `shards_s`: of the save that was written last, how long the shards took."""
 
@@ -213,9 +217,12 @@ class Committer:
         )
         if not differing:
             return
-        for number, name in enumerate(sorted(sums[0])):
+        own = staged[0].state["own"].get("objects", {})
+        before = self._page[Word.APART]
+        for number, name in enumerate(sorted(sums[0].keys() | own.keys())):
             self._page[Word.APART] |= (name in differing) << min(number, 63)
-        raise SaveError(
+        kind = SaveError if self._page[Word.APART] == before else ApartError
+        raise kind(
             f"{', '.join(differing)}: differs from rank to rank; the next save has each rank's own, and a resume gives it back to that rank"
         )
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # last: nothing beside the package may shadow the st
 from vramfarm import agreement, folder, protocol
 from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.arenas import Arenas
-from vramfarm.committing import Committer, SaveError, frozen_in, late
+from vramfarm.committing import ApartError, Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
 from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
 from vramfarm.tending import DIED
@@ -203,6 +203,9 @@ class Saver:
             why = folder.describe_error(self._orders.directory, error)
             self._fail(f"step {save.step} is written, and starts go on from it, but a power loss may take it: {why}")
             return
+        except ApartError as error:
+            self._make_up_for(save, str(error))
+            return
         except Exception as error:  # noqa: BLE001  # a saver that dies of it would find the save pending, and die again
             self._fail_save(self._explain(error))
             return
@@ -255,6 +258,14 @@ class Saver:
     def _fail_save(self, why: str) -> None:
         assert self._save is not None
         self._fail(f"save of step {self._save.step} failed: {why}")
+
+    def _make_up_for(self, save: Save, why: str) -> None:
+        """Begin again at once: the request stays open, and the clock's time has come."""
+        save.serves = self._page[Word.SERVED_SAVE]
+        self._fail_save(why)
+        self._not_before = 0.0
+        if save.reason is Reason.INTERVAL:
+            self._due_at = time.monotonic()
 
     def _fail(self, text: str) -> None:
         """Count and tell a save that is not what it should be, and try again soon."""

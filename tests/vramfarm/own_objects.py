@@ -8,6 +8,7 @@ Trains, saves, resumes in a new Checkpointer and saves again; FOLDER/out.RANK sa
 
 import json
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -35,14 +36,15 @@ class Kept:
 
 
 def objects(rank):
-    """Each differs from rank to rank in a way of its own, but for the last."""
+    """Each differs from rank to rank in a way of its own, but for the average."""
     one_in_many = torch.zeros(100_000)
-    one_in_many[77_777] = rank
+    one_in_many[77_777 + 2 * rank] = 1
     return {
         "replay": Kept({"seen": np.full(20_000 * (rank + 1), rank, np.float32), "at": 5}),
         "order": Kept({"order": torch.arange(200).roll(rank)}),
         "one": Kept({"values": one_in_many}),
         "numbers": Kept({"rewards": [float(rank)], "keys": {f"key{n}": n for n in range(rank + 1)}}),
+        "tail": Kept({"at": 0}),  # differs in the last save only
         "average": Kept({"weights": torch.arange(50_000.0), "n": 3}),
     }
 
@@ -52,30 +54,42 @@ def told(things):
     return {
         "replay": [type(replay["seen"]).__name__, len(replay["seen"]), float(replay["seen"].max())],
         "order": things["order"].state["order"][:3].tolist(),
-        "one": things["one"].state["values"].sum().item(),
+        "one": things["one"].state["values"].nonzero().tolist(),
         "numbers": things["numbers"].state,
+        "tail": things["tail"].state,
         "average": average["weights"].long().sum().item(),
     }
 
 
-def train(folder, things, rank, max_steps):
+def train(folder, things, rank):
+    """Ask for a save, and end when it is there."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
     optimizer = torch.optim.Adam(model.parameters())
-    ckpt = Checkpointer(model, optimizer, dir=folder / "checkpoints", **things)
-    with (folder / f"out.{rank}").open("a") as out:
-        print(json.dumps(told(things)), file=out)
-    for _, batch in ckpt.steps([torch.ones(1, 300)] * 2, max_steps=max_steps):
-        model(batch).sum().backward()
+    ckpt = Checkpointer(model, optimizer, dir=folder / "checkpoints", keep_last=9, **things)
+    given = told(things)
+    ckpt.save()
+    before, deadline, saved = ckpt.saved_step, time.monotonic() + 30, torch.tensor(0)
+    while not saved:
+        model(torch.ones(1, 300)).sum().backward()
         optimizer.step()
+        ckpt.step()
+        time.sleep(0.01)
+        saved.fill_(ckpt.saved_step > before or time.monotonic() > deadline)
+        dist.all_reduce(saved, dist.ReduceOp.MIN)
+    things["tail"].state = {"at": rank}
+    ckpt.step()  # so that the end is another save
+    ckpt.finish()
+    with (folder / f"out.{rank}").open("a") as out:
+        print(json.dumps(given if ckpt.restored else told(things)), file=out)
 
 
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder, rank = Path(sys.argv[1]), dist.get_rank()
-    train(folder, objects(rank), rank, 2)
-    train(folder, objects(7), rank, 4)  # of no rank: all of it is to be given back
+    train(folder, objects(rank), rank)
+    train(folder, objects(7), rank)  # of no rank: all of it is to be given back
     dist.destroy_process_group()
 
 
