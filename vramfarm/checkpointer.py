@@ -538,6 +538,7 @@ class Checkpointer:
                 raise StateError(
                     f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}"
                 )
+        state.check_held(self._optimizers, list(self._models().values()), self._training_objects().values())
         if self._loader is not None and not hasattr(self._loader, "__iter__"):
             raise TypeError(f"loader: expected something to iterate, got {type(self._loader).__qualname__}")
 
@@ -682,8 +683,11 @@ class Checkpointer:
         about = f"{reader.manifest.ref.name} ({run.num_shards_text(reader.manifest)})"
         self._say(f"resumed from {about}\n{found.report.text()}")
 
+    def _training_objects(self) -> dict[str, Any]:
+        return {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
+
     def _training(self) -> Training:
-        objects = {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}
+        objects = self._training_objects()
         return Training(self._models(), self._optimizers, objects, self._seed, self._world, self._allow_pickle)
 
     def _go_to(self, loader: Iterable[Any]) -> Place:

@@ -363,6 +363,37 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise StateError("ZeroRedundancyOptimizer cannot be saved: its state lies on one rank; use fully_shard")
 
 
+def check_held(
+    optimizers: Iterable[tuple[str, torch.optim.Optimizer]], models: Sequence[nn.Module], objects: Iterable[Any]
+) -> None:
+    """`StateError` if an optimizer trains what nobody saves: after a resume its state would be there, and its value lost."""
+    known = {number for model in models for number in parameter_names(model)}
+    lost = [
+        (f"{name}: parameter {i} of group {g}, of shape {tuple(parameter.shape)},", parameter)
+        for name, optimizer in optimizers
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+    if not lost:
+        return
+    saved = _memory_of([v for model in models for _, v in named_state(model) if isinstance(v, Tensor)])
+    saved |= _memory_of([v for thing in objects for v in _tensors_by_path(thing).values()])
+    lost = [(what, parameter) for what, parameter in lost if not _memory_of([parameter]) & saved]
+    if lost:
+        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise StateError(
+            f"{lost[0][0]} is in no module given to Checkpointer, so its value would not be saved{more}: "
+            "give the module that holds it by a name, Checkpointer(..., head=head), or put it into one"
+        )
+
+
+def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Where their bytes are; nothing of those that have none."""
+    strided = [local for one in tensors if (local := staging.local_of(one)).layout is torch.strided]
+    return {int(one.untyped_storage().data_ptr()) for one in strided} - {0}
+
+
 Names = Sequence[tuple[str, ...]]
 """Of an optimizer's parameters, as it numbers them: one each, but a flat parameter has those of all that is in it."""
 

@@ -370,6 +370,44 @@ def test_what_was_not_saved_or_not_asked_for_is_said(tmp_path, capsys):
     assert "not restored: old: in the checkpoint, but not given to Checkpointer" in said
 
 
+class Temperature:
+    """An object of the script's own that keeps what an optimizer trains."""
+
+    def __init__(self):
+        self.value = nn.Parameter(torch.ones(1))
+
+    def state_dict(self):
+        return {"value": self.value.detach()}
+
+    def load_state_dict(self, state):
+        self.value.data.copy_(state["value"])
+
+
+def test_what_is_trained_and_would_not_be_saved_is_refused_at_the_start(tmp_path):
+    """
+    A learnable temperature in no module has its optimizer state saved, and its value lost: so it is refused, unless somebody gives it.
+    """
+    model, lonely, kept, fixed = (
+        nn.Linear(4, 4),
+        nn.Parameter(torch.ones(3)),
+        Temperature(),
+        nn.Parameter(torch.ones(1)),
+    )
+    fixed.requires_grad_(False)
+    groups = [{"params": [*model.parameters()]}, {"params": [kept.value, fixed, lonely]}]
+    optimizer = torch.optim.AdamW(groups)
+
+    with pytest.raises(StateError) as refused:
+        Checkpointer(model, optimizer, dir=tmp_path / "refused", temperature=kept)
+    Checkpointer(model, optimizer, dir=tmp_path / "held", temperature=kept, more=nn.ParameterList([lonely])).finish()
+
+    assert str(refused.value) == (
+        "optimizer: parameter 2 of group 1, of shape (3,), is in no module given to Checkpointer, so its value would not be saved: "
+        "give the module that holds it by a name, Checkpointer(..., head=head), or put it into one"
+    )
+    assert not (tmp_path / "refused").exists()
+
+
 def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path):
     """
     Not at the first save, when an hour is gone.
