@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 from vramfarm import protocol
 from vramfarm.protocol import Manifest
@@ -232,8 +232,17 @@ def write_durably(path: Path, raw: bytes) -> None:
     _rename(partial, path)
 
 
+def open_at_once(path: Path, mode: Literal["rb", "wb", "ab"]) -> BinaryIO:
+    """Open what somebody else may have put there: a pipe would be waited for until it has another end."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    return open(path, mode, opener=opener)  # a path's own has no opener
+
+
 def _write(path: Path, raw: bytes) -> None:
-    with path.open("wb") as file:
+    with open_at_once(path, "wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -248,6 +249,8 @@ def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_
     A saver of a run that just ended may still be committing; it is waited for.
     """
     path, until = directory / protocol.SAVER_LOCK, time.monotonic() + patience_s
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ResumeError(f"{path}: expected a plain file, which savers lock, found something else: remove it")
     while _is_locked(path):
         if time.monotonic() > until:
             raise ResumeError(
@@ -258,7 +261,7 @@ def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with folder.open_at_once(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -341,7 +341,8 @@ class Saver:
         directory = self._orders.directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            fd = os.open(directory / protocol.SAVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(directory / protocol.SAVER_LOCK, flags, 0o600)
         except OSError as error:
             return f"{directory}: no checkpoint can be written: {error}"
         try:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from vramfarm import protocol
+from vramfarm import folder, protocol
 from vramfarm.protocol import ControlPage, Env, Word
 
 SILENCE_S: Final = 30.0  # of a saver that lives; it beats a hundred times a second
@@ -88,7 +88,9 @@ class SaverProcess:
 
     def _last_words(self) -> str:
         try:
-            lines = self._log.read_bytes()[self._log_from :][-_LAST_WORDS_BYTES:].decode(errors="replace").split("\n")
+            with folder.open_at_once(self._log, "rb") as log:
+                raw = log.read()
+            lines = raw[self._log_from :][-_LAST_WORDS_BYTES:].decode(errors="replace").split("\n")
         except OSError:
             return ""
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -134,7 +136,7 @@ class SaverProcess:
         """A disk without room for its log is no reason to train without a saver, nor to end training."""
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            return self._log.open("ab")
+            return folder.open_at_once(self._log, "ab")
         except OSError:
             return Path(os.devnull).open("ab")
 

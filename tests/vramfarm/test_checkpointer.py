@@ -849,6 +849,28 @@ def test_a_hostile_folder_neither_hangs_nor_is_believed(tmp_path, kind):
     assert [] == folder.committed(tmp_path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path, make):
+    """
+    A pipe of that name would be waited for without a word, with the cards idle.
+    """
+    make(tmp_path / protocol.SAVER_LOCK)
+
+    with pytest.raises(ResumeError, match=r"\.saver\.lock: expected a plain file, .*: remove it"):
+        expect_no_other_writer(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_the_savers_log_holds_nobody_up(tmp_path):
+    """
+    Whoever opens a pipe waits for its other end: nobody does, and training goes on, without a log.
+    """
+    os.mkfifo(tmp_path / "saver.log")
+
+    train(tmp_path, 2)
+
+    assert 2 == newest(tmp_path).manifest.step
+
+
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     """
     It would train to its end and save nothing; a saver that is just ending is waited for.
