@@ -20,6 +20,8 @@ from torch import nn
 from vramfarm import folder, run, state, unpickling
 from vramfarm.data import Position, World
 from vramfarm.loading import DamagedError, Reader
+from vramfarm.places import Places
+from vramfarm.protocol import MANIFEST, Manifest
 from vramfarm.run import Choice, ResumeError
 from vramfarm.typed import StateError
 
@@ -128,11 +130,14 @@ def _try(path: Path, load: Load) -> tuple[str, bool]:
 
 def load(reader: Reader, training: Training) -> Restored:
     """Ask for everything, read it in one go, hand it out."""
-    ranks, report = reader.manifest.state["ranks"], Report()
+    ranks, report = _read_ranks(reader.manifest), Report()
     shared = ranks["0"]["shared"]
     rest = list(_plan(reader, training, ranks, report))
-    own = _plan_own(reader, training.world, ranks)
+    with _or_damaged(reader.manifest):
+        own = _plan_own(reader, training.world, ranks)
     reader.flush()
+    with _or_damaged(reader.manifest):
+        state.check_rng(own)
     for name, then in rest:
         with contextlib.nullcontext() if training.allow_pickle else unpickling.forbidden(name):
             then()
@@ -149,6 +154,40 @@ def load(reader: Reader, training: Training) -> Restored:
         apart=frozenset(ranks["0"]["own"].get("objects", {})),
         report=report,
     )
+
+
+def _read_ranks(manifest: Manifest) -> dict[str, Any]:
+    """Return what each rank said; `DamagedError` where no rank says such a thing. What the script's own objects are given back is theirs to judge."""
+    with _or_damaged(manifest):
+        ranks: dict[str, Any] = manifest.state["ranks"]
+        if ranks.keys() != {str(rank) for rank in range(len(ranks))}:
+            raise ValueError(f"ranks: expected 0 to {len(ranks) - 1}, got {', '.join(ranks)[:80]}")
+        owns = [rank["own"] for rank in ranks.values()]
+        shared = ranks["0"]["shared"]
+        parts = [*owns, *(own.get("objects", {}) for own in owns), *(own.get("optimizers", {}) for own in owns)]
+        for part in [*parts, *(shared[kind] for kind in ("models", "optimizers", "objects"))]:
+            if not isinstance(part, dict):
+                raise TypeError(f"expected values by name, got {str(part)[:80]}")
+        step, data_ranks = shared["step"], shared["data_ranks"]
+        # Ranks that came to their end after another number of steps are saved all the same: the first's may be less.
+        least = 0 if manifest.reason == "final" else manifest.step
+        if type(step) is not int or not least <= step <= manifest.step:
+            raise ValueError(f"step: expected {manifest.step}, as in its name, got {str(step)[:80]!r}")
+        if type(data_ranks) is not int or data_ranks < 1:
+            raise ValueError(f"data_ranks: expected a number of ranks, got {str(data_ranks)[:80]!r}")
+        Places(shared.get("places"), Position.parse(shared["position"]))
+    return ranks
+
+
+@contextlib.contextmanager
+def _or_damaged(manifest: Manifest) -> Iterator[None]:
+    """Whatever is raised by JSON that is not as we write it says that the manifest is damaged."""
+    try:
+        yield
+    except (StateError, ValueError) as error:
+        raise DamagedError(f"{manifest.ref.name}: {MANIFEST}: state: {error}") from None
+    except (TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise DamagedError(f"{manifest.ref.name}: {MANIFEST}: state: no rank writes this: {error!r}") from None
 
 
 def _plan(

@@ -587,6 +587,20 @@ def apply_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def check_rng(own: Mapping[str, Any]) -> None:
+    """Raise what `apply_rng` would, before anything is touched. Ranks whose number has changed have nothing of their own."""
+    if not own:
+        return
+    found = own["rng"]
+    random.Random().setstate(found["python"])  # noqa: S311  # the script's own
+    try:
+        torch.Generator("cpu").set_state(found["torch"])
+    except RuntimeError as error:
+        raise ValueError(f"rng: {error}") from None
+    if "numpy" in found and (numpy := typed.numpy_module()) is not None:
+        numpy.random.RandomState().set_state(found["numpy"])
+
+
 def reseed(seed: int, step: int, rank: int) -> None:
     """Start other random numbers on every rank: what was saved belongs to another world size."""
     mixed = mix(seed, step, rank)

@@ -485,10 +485,47 @@ def test_a_newer_one_that_cannot_be_used_is_told(tmp_path, capsys):
     assert bad.path.exists()
 
 
+SENSELESS = {
+    "another step": (("shared", "step"), 999999, "step: expected 4, as in its name, got '999999'"),
+    "an older step": (("shared", "step"), 3, "step: expected 4, as in its name, got '3'"),
+    "a negative step": (("shared", "step"), -5, "step: expected 4, as in its name, got '-5'"),
+    "a step in words": (("shared", "step"), "4", "step: expected 4, as in its name, got '4'"),
+    "position": (("shared", "position", "epoch"), None, "the checkpoint's data position is none: "),
+    "places": (("shared", "places"), {"now": 1, "all": [[{}, None]]}, "the checkpoint's places in the data are none: "),
+    "models": (("shared", "models"), 1, "no rank writes this: TypeError('expected values by name, got 1')"),
+    "all": (("shared",), [1], "no rank writes this: TypeError("),
+    "nothing": ((), None, "no rank writes this: TypeError("),
+    "random numbers": (("own", "rng"), {"python": 5, "torch": 6}, "no rank writes this: TypeError("),
+}
+
+
+@pytest.mark.parametrize("kind", SENSELESS)
+def test_a_checkpoint_whose_manifest_contradicts_itself_is_damaged(tmp_path, capsys, kind):
+    """
+    A step far behind the end would end the training as done. It is set aside for an older one, and the line names it.
+    """
+    keys, value, said = SENSELESS[kind]
+    train(tmp_path, 2)
+    train(tmp_path, 4)
+    bad = newest(tmp_path)
+    fields = json.loads((bad.path / protocol.MANIFEST).read_bytes()) | {"reason": "interval"}
+    place, last = fields["state"]["ranks"], "0"
+    for key in keys:
+        place, last = place[last], key
+    place[last] = value
+    (bad.path / protocol.MANIFEST).write_text(json.dumps(fields))
+    capsys.readouterr()
+
+    _, _, ckpt = train(tmp_path, 5)
+
+    assert "step-00000002" == ckpt.restored[:13]
+    assert (tmp_path / "checkpoints" / (protocol.DAMAGED + bad.path.name)).is_dir()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "set aside" in line]
+    assert 1 == len(lines)
+    assert lines[0].startswith(f"vramfarm: {bad.path.name}: {protocol.MANIFEST}: state: {said}")
+
+
 MANGLED = {
-    "position": (("position", "epoch"), None, "the checkpoint's data position is none"),
-    "places": (("places",), {"now": 1, "all": [[{}, None]]}, "the checkpoint's places in the data are none"),
-    "models": (("models",), 1, "TypeError"),
     "state": (("optimizers", "optimizer", "state"), [[{}, {}]], "TypeError"),
     "dtype": (("objects", "scheduler"), {"$": "dtype", "v": "x"}, "KeyError"),
 }
