@@ -35,7 +35,7 @@ class Disk:
         with path.open("ab") as file:
             file.write(data)
 
-    def write_at(self, path: Path, offset: int, data: bytes) -> None:
+    def write_at(self, path: Path, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the middle of a file, which is made if need be; safe from several threads."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:

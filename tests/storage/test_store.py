@@ -709,17 +709,23 @@ def test_abort_forgets_unfinished_uploads(s3store, s3server):
     assert ["other/old"] == left()
 
 
-def test_no_more_than_so_many_bytes_a_second(s3_offload, s3server, tmp_path):
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_no_more_than_so_many_bytes_a_second(request, kind, tmp_path):
     """
-    Training's own traffic comes first: `max_bandwidth` holds for all threads together.
+    Training's own traffic comes first: `max_bandwidth` holds for all threads together, on a network disk as well.
     """
-    offload = s3_offload.model_copy(update={"max_bandwidth": 10_000_000})
-    store, shard = S3Store(offload, s3server.env, part_chunks=1), write(tmp_path / "shard", LARGE)
+    offload, env = OffloadPolicy(to=f"file://{tmp_path}/store"), {}
+    if kind == "s3":
+        offload, env = request.getfixturevalue("s3_offload"), request.getfixturevalue("s3server").env
+    offload = offload.model_copy(update={"max_bandwidth": 10_000_000})
+    store, shard = open_store(offload, env), write(tmp_path / "shard", LARGE)
     store.probe()
     started = time.monotonic()
     store.put_file("job/shard", tmp_path / "shard", shard, ignore)
 
-    assert time.monotonic() - started > 0.95 * len(LARGE) / 10_000_000
+    assert (
+        time.monotonic() - started > 0.85 * len(LARGE) / 10_000_000
+    )  # what was late before, a quarter of a second's, may follow
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from runner.storage.offsite.contract import (
     parse_place,
 )
 from runner.storage.offsite.file import FileStore
+from runner.storage.offsite.pace import Pace
 
 __all__ = [
     "LACKS",
@@ -43,7 +44,7 @@ _Open = Callable[[Where, Mapping[str, str], Abilities | None, Timeouts | None], 
 def _open_file(offload: Where, _env: Mapping[str, str], _abilities: Abilities | None, _: Timeouts | None) -> Store:
     root = local_path(offload.to or "")
     assert root, "a store of files has a folder"
-    return FileStore(root, Disk())
+    return FileStore(root, Disk(), Pace(offload.max_bandwidth))
 
 
 def _open_s3(offload: Where, env: Mapping[str, str], abilities: Abilities | None, timeouts_s: Timeouts | None) -> Store:

@@ -41,6 +41,7 @@ from runner.storage.offsite.contract import (
     replaced,
 )
 from runner.storage.offsite.disks import refused
+from runner.storage.offsite.pace import Pace
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
 _UNFINISHED: Final = "unfinished"
@@ -50,10 +51,11 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})  # FUSE
 
 
 class FileStore:
-    def __init__(self, root: Path, disk: Disk) -> None:
+    def __init__(self, root: Path, disk: Disk, pace: Pace | None = None) -> None:
         self.address = f"file://{root}"
         self._root = root
         self._disk = disk
+        self._pace = pace or Pace(None)
         with self._plain_words(""):
             is_mounted = root.parent.is_dir()
         if not is_mounted:  # made by us it would be on this machine's own disk
@@ -85,18 +87,22 @@ class FileStore:
         with self._place(key) as (temporary, target):
             self._disk.write(temporary, b"")
             for index in range(len(shard.checksums)):
-                chunk = read_chunk(path, shard, index)
-                self._disk.write_at(temporary, index * CHUNK_BYTES, chunk)
-                sent(len(chunk))
+                at = index * CHUNK_BYTES
+                for block in self._pace.cut(read_chunk(path, shard, index)):
+                    self._disk.write_at(temporary, at, block)
+                    at += len(block)
+                    sent(len(block))
             self._commit(temporary, target)
 
     def put(self, key: str, content: bytes) -> None:
+        self._pace.take(len(content))
         with self._place(key) as (_, target):
             temporary = _unfinished(target)
             self._disk.write(temporary, content)
             self._commit(temporary, target)
 
     def put_new(self, key: str, content: bytes) -> bool:
+        self._pace.take(len(content))
         with self._place(key) as (_, target):
             temporary = _unfinished(target)
             self._disk.write(temporary, content)
@@ -121,6 +127,7 @@ class FileStore:
             self._disk.rename(temporary, target)  # the run's lock is what then keeps a second writer away
 
     def put_if(self, key: str, content: bytes, tag: str | None) -> str | None:
+        self._pace.take(len(content))
         with self._place(key) as (_, target), self._guarded(target):
             there = self.get_version(key)
             if tag != (there.tag if there else None):

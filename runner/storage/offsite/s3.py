@@ -57,7 +57,8 @@ from runner.storage.offsite.contract import (
     run_all,
 )
 from runner.storage.offsite.cures import NO_ANSWER, code_of, plain_words
-from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, Pace, connect, open_part, read_into
+from runner.storage.offsite.pace import Pace
+from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, connect, open_part, read_into
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 

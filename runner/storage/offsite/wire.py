@@ -12,8 +12,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from botocore.loaders import JSONFileLoader, Loader
 
 from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
 from runner.storage.offsite.cures import DAMAGED, misconfigured
+from runner.storage.offsite.pace import PACED_BYTES, Pace
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -37,10 +36,6 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
 
 MAX_ATTEMPTS: Final = 4
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
-_BLOCK_BYTES: Final = 256 << 10
-_LEAST_BLOCK_BYTES: Final = 16 << 10
-_LATE_S: Final = 0.25
-_BLOCKS_PER_S: Final = 50  # a paced body leaves in so many at least: no bursts
 
 
 def connect(
@@ -113,9 +108,9 @@ class _Files(JSONFileLoader):
 
 
 class _Loader(Loader):
-    FILE_LOADER_CLASS = _Files
-
     """Botocore's own looks into the folders of all its four hundred services for the name of one; and each session has another."""
+
+    FILE_LOADER_CLASS = _Files
 
     def list_available_services(self, type_name: str) -> list[str]:
         del type_name
@@ -204,30 +199,6 @@ def _send_in_blocks(request: Any, pace: Pace) -> None:  # noqa: ANN401  # botoco
         request.body = _Leaving(body, pace)
 
 
-class Pace:
-    """
-    No more than so many bytes a second, all threads together. What a busy machine kept from leaving
-    in time may follow, a quarter of a second's worth at most, so that the mean is kept as well.
-    """
-
-    def __init__(self, bytes_per_s: int | None) -> None:
-        self._rate = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at: float | None = None
-        at_rate = _BLOCK_BYTES if bytes_per_s is None else bytes_per_s // _BLOCKS_PER_S
-        self.block_bytes = min(_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, at_rate))
-
-    def take(self, num_bytes: int) -> None:
-        """Returns when so many bytes may leave."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now - _LATE_S, now if self._free_at is None else self._free_at)
-            self._free_at = start + num_bytes / self._rate
-        time.sleep(max(0.0, start - now))
-
-
 class _Leaving:
     """A body on its way out. Reads of any size give one block: http.client asks for 16 KiB, which costs."""
 
@@ -275,7 +246,7 @@ class _FilePart:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._path, self._shard, self._first = path, shard, first
         self._size = min(num_chunks * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES)
-        self._memory = memoryview(bytearray(_BLOCK_BYTES))
+        self._memory = memoryview(bytearray(PACED_BYTES))
         self._at = self._checksum = 0
         self.problem: OffsiteError | None = None
 
