@@ -114,7 +114,7 @@ def test_what_ranks_keep_in_objects_of_their_own_comes_back_to_them(tmp_path, ca
     assert given[0][0] == own_objects.told(third)
     assert 1 == said.count(" failed: numbers, one, order, replay: differs from rank to rank")
     assert 1 == said.count(" failed: tail: differs from rank to rank")
-    assert ["done", "asked"] * 2 == [one.manifest.reason for one in saved]
+    assert ["final", "asked"] * 2 == [one.manifest.reason for one in saved]
     assert "replay (each rank's own)" in said
     assert "replay: each of 2 ranks had its own, now 1" in capsys.readouterr().err
     assert not any("alike" in rank["own"] for rank in saved[0].manifest.state["ranks"].values())
