@@ -476,6 +476,8 @@ class Checkpointer:
             raise
         layout = taken.layout
         self._tell_of_frozen()
+        if self._compares_weights() and not self._seat.page[Word.NUM_COMMITTED]:
+            alike.tell_weights(self._seat, self._whole_weights())
         if self._staging == "auto" and not self._is_bounded and self._seat.is_refused():
             self._is_bounded = True
             self._say(f"staging: chunked from now on: {self._seat.page.error()}")
@@ -509,10 +511,21 @@ class Checkpointer:
         raw = json.dumps(self._describe(snapshot) | files).encode()
         return Taken(self._layout, moving, raw, is_new=before is not self._known)
 
+    def _compares_weights(self) -> bool:
+        """Ranks that see the same data, as with tensor parallelism, may differ in what rounding made of it."""
+        return self._world.size > 1 and self._data_world.size == self._world.size
+
+    def _whole_weights(self) -> list[tuple[str, torch.Tensor]]:
+        return alike.whole_weights(self._models(), self._optimizers)
+
     def _tell(self) -> None:
         """Say on rank 0 what the saver did since the last step; a supervisor says it itself."""
         page, before = self._seat.page, self._told
         self._told = self._seat.hear()
+        if self._told[0] and not before[0] and self._world.rank == 0 and self._compares_weights():
+            name = alike.differing(page, self._whole_weights())
+            if name:
+                self._say(alike.OWN_WEIGHTS.format(name))
         if self._supervised or self._told == before:
             return
         if self._told[0] != before[0]:

@@ -376,6 +376,9 @@ class Slot(IntEnum):
     WINDOWS = 23  # windows filled in this save so far; READY from the first on
     FIRST_BATCH = 25  # a sum of the first batch that it was given; 0: not yet
     SECOND_BATCH = 26
+    WEIGHTS = (
+        27  # sums of some of its weights, of 16 bits each, at the save that it staged last before one was committed
+    )
     WINDOWS_TAKEN = 24  # saver: of them written; the rank sets it to 0 before the first
 
 

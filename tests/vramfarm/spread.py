@@ -215,7 +215,20 @@ def main(root):
             if step == 2:
                 dist.barrier()  # by now every rank was given two
         say(saved=name, read="told", same=ckpt._alike is None)
+    train_apart(root / "apart")
     dist.destroy_process_group()
+
+
+def train_apart(directory):
+    """A model whose head is outside of DDP, so that each rank trains its own."""
+    torch.manual_seed(0)
+    model, head = nn.parallel.DistributedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    ckpt = Checkpointer(model, optimizer, dir=directory, head=head)
+    head(model(torch.full((1, 3), 1.0 + dist.get_rank()))).square().sum().backward()
+    optimizer.step()
+    ckpt.step()
+    ckpt.finish()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from vramfarm import alike, data
@@ -42,6 +43,30 @@ def test_ranks_that_are_given_the_same_are_noticed(tmp_path, batches, expected):
     ranks[0].see(one(99))
 
     assert expected is ranks[0].is_same()
+
+
+@pytest.mark.parametrize("changed", [None, 0, 9, 19])
+def test_weights_that_differ_from_rank_to_rank_are_named(tmp_path, changed):
+    """
+    The first, the last, and some between them are compared: of those that are trained. Buffers may differ.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    for rank in range(2):
+        model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(10)))
+        weights = list(model.parameters())
+        weights[1].requires_grad_(False)
+        model[0].running_mean += rank
+        with torch.no_grad():
+            weights[1].add_(rank)
+            if changed is not None:
+                weights[changed].add_(rank * 1e-6)
+        optimizer = torch.optim.SGD([one for one in weights if one.requires_grad], lr=0.1)
+        whole = alike.whole_weights({"model": model}, [("optimizer", optimizer)])
+        alike.tell_weights(Seat(page, rank), whole)
+
+    names = {None: "", 0: "model.0.weight", 9: "", 19: "model.9.bias"}
+    assert names[changed] == alike.differing(page, whole)
+    assert 4 == len(whole)
 
 
 def test_any_batch_has_a_number():

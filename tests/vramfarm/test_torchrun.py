@@ -89,7 +89,7 @@ def test_however_a_model_is_spread(tmp_path):
     """
     Tensor parallel, FSDP2 with replicas, both, layers that only FSDP2 spreads beside tensor parallel ones, and FSDP1 in
     four ways: resumed to the last bit, each byte written by one rank, frozen weights once; and each read as another. And
-    ranks that are all given the same batches are told.
+    ranks that are all given the same batches, or have weights of their own, are told.
     """
     said = output_of(torchrun(tmp_path, 4, HERE / "spread.py", tmp_path))
     checks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -97,6 +97,11 @@ def test_however_a_model_is_spread(tmp_path):
     assert [] == [check for check in checks if not check["same"]]
     assert 34 == len(checks), said
     assert 1 == said.count("vramfarm: every rank was given the same first batches")
+    assert ["head.weight): is DDP or FSDP missing? the checkpoint is a mix of them"] == [
+        line.partition("the ranks have different weights (")[2]
+        for line in said.splitlines()
+        if "different weights" in line
+    ]
 
 
 def test_what_ranks_keep_in_objects_of_their_own_comes_back_to_them(tmp_path, capsys):
