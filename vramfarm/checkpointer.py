@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -32,6 +33,7 @@ from vramfarm.data import Feed, Position, Saved, StatefulFeed, StreamFeed
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
+from vramfarm.orders import Complaint
 from vramfarm.places import Place, Places
 from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
@@ -118,7 +120,7 @@ class Checkpointer:
         self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
         self._taking, self._finished = 0, False  # taking: samples of the batch that the loop's body has
         self._is_settling = True  # there is something to look at after each step
-        self._told = (0, 0)
+        self._told, self._complaint = (0, 0), Complaint()
         self._frozen_told = False
         self.last_micro_batch = True
         self._known: Still | None = None
@@ -529,9 +531,10 @@ class Checkpointer:
         if self._supervised or self._told == before:
             return
         if self._told[0] != before[0]:
+            self._complaint = Complaint()
             seconds, size = page[Word.SAVE_NS] / 1e9, page[Word.SAVE_BYTES] / 1e6
             self._say(f"saved step {page[Word.COMMITTED_STEP]}: {size:.1f} MB in {seconds:.2f} s")
-        if self._told[1] != before[1]:
+        if self._told[1] != before[1] and self._complaint.is_news(page.error(), time.monotonic()):
             self._say(f"not saved: {page.error()}")
 
     # ------------------------------------------------------------------------------- saving

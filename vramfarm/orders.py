@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Final
 
 from vramfarm import protocol
 from vramfarm.protocol import Env
@@ -43,6 +45,25 @@ class Orders:
             end_file=Path(end_file) if end_file else None,
             keep_last=int(keep_last) if keep_last else None,
         )
+
+
+AGAIN_S: Final = 600.0
+_NUMBER: Final = re.compile(r"\d[\d.]*(?: ?[kMGT]?B\b)?")
+
+
+class Complaint:
+    """What was complained of last. A disk that is full all night is told when that begins, and now and then: each try has its own step and bytes."""
+
+    def __init__(self) -> None:
+        self._what, self._told_at = "", 0.0
+
+    def is_news(self, text: str, now: float) -> bool:
+        """Whether to tell it: it is another one than before, or ten minutes have passed."""
+        what = _NUMBER.sub("#", text)
+        if what == self._what and now - self._told_at < AGAIN_S:
+            return False
+        self._what, self._told_at = what, now
+        return True
 
 
 def say(text: str) -> None:

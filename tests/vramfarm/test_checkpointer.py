@@ -20,6 +20,7 @@ from vramfarm import Checkpointer, data, folder, protocol
 from vramfarm.checkpointer import _scalar
 from vramfarm.data import World
 from vramfarm.loading import Reader
+from vramfarm.orders import Complaint
 from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError, expect_no_other_writer
 from vramfarm.typed import StateError
@@ -1346,6 +1347,45 @@ def test_a_state_that_cannot_be_taken_fails_one_save_and_not_the_training(tmp_pa
 
     assert "its state could not be taken: StateError('thing.n: cannot be saved without pickle" in said
     assert newest(tmp_path).manifest.step == ckpt.start_step
+
+
+def test_a_save_that_fails_again_and_again_is_told_once(tmp_path, capsys):
+    """
+    A disk that is full all night leaves the log readable. Each try has another step, so numbers are no news.
+    """
+    thing = Given({"n": 1})
+    model, optimizer, ckpt = small(tmp_path, save_interval=0.05, thing=thing)
+    deadline = time.monotonic() + 60
+    while ckpt._told[1] < 3 and time.monotonic() < deadline:
+        thing.state = {"n": object() if ckpt.start_step > 3 else 1}
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        time.sleep(0.02)
+    thing.state = {"n": 2}
+    failed = ckpt._told[1]
+    ckpt.finish()
+
+    assert failed >= 3
+    assert 1 == capsys.readouterr().err.count("not saved: ")
+
+
+def test_what_is_complained_of_is_told_when_it_changes_and_every_ten_minutes():
+    """
+    Whoever comes in the morning finds it near the end of the log.
+    """
+    complaint = Complaint()
+    full = "save of step {} failed: /a: one more checkpoint needs 25.2 MB, {} are free; free some space there"
+    told = [
+        (full.format(7, "0 B"), 1.0),
+        (full.format(9, "1.5 kB"), 3.0),
+        (full.format(9, "1.5 kB"), 600.0),
+        (full.format(11, "0 B"), 601.0),
+        ("save of step 12 failed: /a: Input/output error", 602.0),
+        (full.format(13, "0 B"), 603.0),
+    ]
+
+    assert [True, False, False, True, True, True] == [complaint.is_news(text, now) for text, now in told]
 
 
 def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path):
