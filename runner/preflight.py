@@ -69,7 +69,7 @@ from runner.probes.readings import read
 from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import LACKS, OffsiteError, Store, open_store
+from runner.storage.offsite import LACKS, PREFLIGHT, OffsiteError, Store, open_store
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import Env
 
@@ -400,7 +400,7 @@ def _is_local(env: Mapping[str, str]) -> bool:
 def _try_store(mission: Mission) -> StoreTrial:
     """Put, look, delete. What fails because the store is away is the survey's to tell."""
     store = open_store(mission.job.offload, mission.env)
-    folder = f"{mission.job.name}/preflight"
+    folder = f"{mission.job.name}/{PREFLIGHT}"
     abilities = store.probe()
     keys = [f"{folder}/{uuid.uuid4().hex}" for _ in range(_STREAMS)]
     sample = os.urandom(_SAMPLE_BYTES)
@@ -408,8 +408,13 @@ def _try_store(mission: Mission) -> StoreTrial:
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(lambda key: store.put(key, sample), keys))
     rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
-    missing_rights = store.find_missing_rights(folder)
-    entries = list(store.list(folder))
+    try:
+        missing_rights = store.find_missing_rights(folder)
+        entries = list(store.list(folder))
+    except OffsiteError:
+        with suppress(OffsiteError):  # what went wrong before is what is told
+            _can_delete(store, keys)
+        raise
     modified = next((entry.modified_at for entry in entries if entry.key == keys[0]), asked_at)
     stale = [entry.key for entry in entries if entry.modified_at < modified - _STALE]  # of one that was killed
     return StoreTrial(

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from runner.adapters.frameworks import framework_name
 from runner.adapters.launchers import Launch, check_command, check_first_word, split_command
@@ -259,6 +260,8 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif scheme_of(job.offload.to) == "file":
         yield "offload.to: a folder protects only if it lies on another machine's disk"
+    elif (path := urlsplit(job.offload.endpoint or "").path).strip("/"):
+        yield f"offload.endpoint: has a path ({path}): offload.to names the bucket, the endpoint only the host, as in https://host:9000"
     yield from _passwords(job)
     if job.checkpoint.save_interval > _RARE:
         yield f"checkpoint.save_interval: a crash costs up to {format_duration(job.checkpoint.save_interval)} of training"

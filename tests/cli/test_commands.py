@@ -288,6 +288,22 @@ def test_a_password_in_an_address_is_warned_of_and_not_written_down(tmp_path, cl
     assert "http://127.0.0.1:9/x.git" in written
 
 
+def test_validate_warns_of_a_path_in_the_address_of_a_store(tmp_path, cli):
+    """
+    Consoles show it with the bucket behind the host; a "/" alone is none.
+    """
+
+    def warned(endpoint):
+        text = f"name: a\ncommand: t.py\noffload: {{to: s3://b/p, endpoint: '{endpoint}'}}\n"
+        (tmp_path / "job.yaml").write_text(text)
+        return json.loads(cli("validate", "job.yaml", "--json").stdout)["warnings"]
+
+    (tmp_path / "t.py").touch()
+
+    assert ["offload.endpoint: has a path (/b)"] == [w.partition(": offload.to")[0] for w in warned("http://h:9000/b")]
+    assert [] == warned("http://h:9000/")
+
+
 def test_validate_warns_when_nothing_leaves_the_machine(tmp_path, cli):
     """
     A server's disk goes with the server.

@@ -754,6 +754,19 @@ def test_a_store_that_cannot_be_used_says_what_to_do(s3_offload, s3server, chang
     assert (final, True) == (caught.value.final, says in caught.value.hint)
 
 
+def test_an_endpoint_with_the_bucket_in_it_is_refused_by_the_first_look(s3_offload, s3server):
+    """
+    As consoles show it. A list finds no such key there, which is no store that is away; nothing is left of the try.
+    """
+    twice = s3_offload.model_copy(update={"endpoint": f"{s3server.endpoint}/{BUCKET}"})
+
+    for ask in (lambda store: store.probe(), lambda store: list(store.list("job/"))):
+        with pytest.raises(OffsiteError) as caught:
+            ask(open_store(twice, s3server.env))
+        assert (True, True) == (caught.value.final, "names the bucket already" in caught.value.hint)
+    assert 0 == s3server.client().list_objects_v2(Bucket=BUCKET, Prefix=twice.to.removeprefix("s3://"))["KeyCount"]
+
+
 def test_what_killed_looks_left_is_swept_by_the_next(s3_offload, s3server, tmp_path):
     """
     An object, an upload that no list shows, a guard in a folder; nothing else, and nothing young.

@@ -760,10 +760,12 @@ def test_uploads_of_the_dead_are_aborted(s3_offload, s3server, directory):
     tidying.sweep(store, "job")
     client.create_multipart_upload(Bucket=BUCKET, Key=f"{store._prefix}{FOLDER}/{manifest.ref.name}/begun-twice")
     after_upload = left()
+    store.put("job/preflight/killed", b"of a look")
     time.sleep(1.1)
     uploading.publish(store, "job", {surveying.OUTCOME: b"{}"})
     tidying.close(store, "job")
 
+    assert [] == list(store.list("job/preflight/"))
     assert ["job", "job", "other"] == after_upload
     assert ["other"] == left()
 

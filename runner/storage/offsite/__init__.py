@@ -10,6 +10,7 @@ from runner.addresses import local_path, scheme_of
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import (
     LACKS,
+    PREFLIGHT,
     Abilities,
     Checksums,
     OffsiteError,
@@ -24,6 +25,7 @@ from runner.storage.offsite.pace import Pace
 
 __all__ = [
     "LACKS",
+    "PREFLIGHT",
     "STORES",
     "Abilities",
     "Checksums",

@@ -21,7 +21,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PROBE: Final = ".probe-"  # in the keys of what is only tried out: there a refusal is the answer
-PROBED: Final = timedelta(hours=1)  # what is older was left by a look that was killed
+PREFLIGHT: Final = "preflight"  # folder of a run in which preflight tries the store
+PROBED: Final = timedelta(minutes=15)  # longer than any look takes: what is older was left by a look that was killed
 MAX_SMALL_BYTES: Final = 64 << 20  # of an object that is read into memory whole
 Block = bytes | memoryview
 Addressing = Literal["auto", "path", "virtual"]

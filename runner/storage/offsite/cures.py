@@ -32,6 +32,9 @@ from runner.errors import one_line
 from runner.storage.offsite.contract import OffsiteError
 
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
+BUCKET_TWICE: Final = (
+    "offload.endpoint (or AWS_ENDPOINT_URL) names the bucket already: leave it out there, as in https://host:9000"
+)
 _REGION_HINT: Final = "the bucket is in another region: set offload.region"
 _FULL: Final = "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)"
 _ILL: Final = "is the store full? its own log says what is wrong with it"  # SeaweedFS says no more

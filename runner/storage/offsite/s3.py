@@ -56,7 +56,7 @@ from runner.storage.offsite.contract import (
     replaced,
     run_all,
 )
-from runner.storage.offsite.cures import NO_ANSWER, code_of, plain_words
+from runner.storage.offsite.cures import BUCKET_TWICE, NO_ANSWER, code_of, plain_words
 from runner.storage.offsite.pace import Pace
 from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, connect, open_part, read_into
 from vramfarm.checksum import crc32
@@ -127,14 +127,20 @@ class S3Store:
         return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
 
     def _sweep_probes(self, key: str, age: timedelta = PROBED) -> None:
-        """What killed looks have left, by the store's clock. To fail at it is no answer to what is asked here."""
-        with suppress(OffsiteError):
+        """
+        What killed looks have left, by the store's clock. To fail at it is no answer to what is asked here, but for
+        an address that is wrong.
+        """
+        try:
             found = {entry.key: entry.modified_at for entry in self.list(PROBE)}
             before = found[key] - age if key in found else None
             for left in [k for k, modified_at in found.items() if before and modified_at < before]:
                 self.delete(left)
             if before:
                 self.abort(PROBE, before)
+        except OffsiteError as error:
+            if error.hint == BUCKET_TWICE:
+                raise
 
     def _refuses(self, key: str, condition: _Condition) -> bool:
         """Whether a condition that does not hold keeps what is there."""
@@ -425,8 +431,7 @@ class S3Store:
 
     def list(self, prefix: str, left_out: LeftOut = lambda _: None) -> Iterator[Entry]:
         with self._plain_words(prefix):
-            pages = self._client.get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+            for page in self._pages(prefix):
                 for found in page.get("Contents", []):
                     key = found["Key"].removeprefix(self._prefix)
                     if is_key(key):
@@ -435,6 +440,16 @@ class S3Store:
                         found["Size"] or f"/{key}"[-1] != "/"
                     ):  # else it stands for a folder, as web consoles make them
                         left_out(key)
+
+    def _pages(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        pages = self._client.get_paginator("list_objects_v2")
+        try:
+            yield from pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+        except ClientError as error:
+            if code_of(error) == "NoSuchKey":  # a list names none: the server took the bucket for an object
+                what = f"{self.address}: asked for a list, the store looked for an object named {self._bucket}"
+                raise OffsiteError(what, hint=BUCKET_TWICE, final=True) from None
+            raise
 
     def head(self, key: str) -> Head | None:
         with self._plain_words(key):

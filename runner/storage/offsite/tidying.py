@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
-from runner.storage.offsite.contract import Entry, Store, in_parallel
+from runner.storage.offsite.contract import PREFLIGHT, Entry, Store, in_parallel
 from runner.storage.offsite.surveying import OUTCOME, list_checkpoints, survey
 from vramfarm.protocol import MANIFEST
 
@@ -49,6 +49,8 @@ def close(store: Store, job: str) -> None:
     sweep(store, job)
     for entry in store.list(f"{job}/{OUTCOME}"):
         store.abort(f"{job}/", entry.modified_at)
+        for left in [e.key for e in store.list(f"{job}/{PREFLIGHT}/") if e.modified_at < entry.modified_at]:
+            store.delete(left)  # of a look that was killed
 
 
 def _is_abandoned(entries: Mapping[str, Entry], since: datetime) -> bool:
