@@ -27,8 +27,10 @@ def local_path(address: str) -> Path | None:
 
 
 def is_store(address: str) -> bool:
-    """Whether it names a bucket, or a folder from the root on."""
+    """Whether it names a bucket, with a path that a request can have, or a folder from the root on."""
     scheme, _, rest = address.partition("://")
+    if "\0" in address or (scheme == "s3" and {".", ".."}.intersection(rest.split("/"))):
+        return False
     return (scheme == "s3" and rest[:1] not in {"", "/"}) or (scheme == "file" and rest[:1] == "/")
 
 

@@ -373,6 +373,22 @@ class OffloadPolicy(Model):
         msg = f"must be s3://bucket/prefix or file:///folder, got {value!r}"
         raise ValueError(msg)
 
+    @field_validator("endpoint")
+    @classmethod
+    def _a_server(cls, value: str | None) -> str | None:
+        if not value or re.fullmatch(r"(?i:https?)://[^/?#\s]\S*", value):
+            return value
+        msg = "expected http:// or https:// and a host, found no such address"  # which may have a password in it
+        raise ValueError(msg)
+
+    @field_validator("region")
+    @classmethod
+    def _one_word(cls, value: str | None) -> str | None:
+        if not value or re.fullmatch(r"[A-Za-z0-9._-]+", value):
+            return value
+        msg = f"must be one word such as eu-central-1, got {value!r}"
+        raise ValueError(msg)
+
 
 class PreflightPolicy(Model):
     comm_test: bool = Field(default=True, description="Let the cards talk before the job does.")

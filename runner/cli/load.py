@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from runner.addresses import scheme_of
 from runner.cli.complaints import complaints
 from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
@@ -69,7 +70,7 @@ def load_job(source: str | None, env: Mapping[str, str]) -> LoadedJob:
     name, text, folder = _read(source, env)
     job, root = _parse(name, text)
     workspace = workspace_of(env)
-    _refuse(name, [*_unfillable(job, root), *_homeless(job, root), *_unreadable(job, root)])
+    _refuse(name, [*_unfillable(job, root), *_homeless(job, root), *_unasked(job, root), *_unreadable(job, root)])
     date = date_of(job, env, workspace, datetime.now(UTC))
     filled = job.fill(workspace=str(workspace), date=date, config_dir=str(folder))
     _refuse(name, list(_not_its_own(filled, root)))
@@ -266,6 +267,16 @@ def _unfillable(job: Job, root: Node) -> Iterator[Problem]:
 def _homeless(job: Job, root: Node) -> Iterator[Problem]:
     if job.outputs and not job.offload.to:
         yield Problem(_line(root, "outputs"), "outputs: expected a store to copy them to (offload.to), found none")
+
+
+def _unasked(job: Job, root: Node) -> Iterator[Problem]:
+    """Data, code or the beginning may come from an S3 server where checkpoints go to a folder."""
+    archive = job.source.archive if isinstance(job.source, ArchiveSource) else ""
+    places = (*(item.source for item in job.data), job.checkpoint.resume, archive)
+    is_asked = any(scheme_of(place) == "s3" for place in places)
+    if job.offload.endpoint and scheme_of(job.offload.to or "") == "file" and not is_asked:
+        what = "expected an s3:// address that it is for, found none: offload.to is a folder; leave one of them out"
+        yield Problem(_line(root, "offload.endpoint"), f"offload.endpoint: {what}")
 
 
 def _not_its_own(job: Job, root: Node) -> Iterator[Problem]:

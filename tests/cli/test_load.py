@@ -173,6 +173,26 @@ MISTAKES = {
         "command: t\noffload: {to: 'file://host/x'}",
         "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 'file://host/x'",
     ),
+    "a way out of the bucket": (
+        "command: t\noffload: {to: s3://runs/../a}",
+        "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 's3://runs/../a'",
+    ),
+    "a zero byte in an address": (
+        'command: t\noffload: {to: "s3://runs/a\\0b"}',
+        "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 's3://runs/a\\x00b'",
+    ),
+    "an endpoint without its scheme": (
+        "command: t\noffload: {to: s3://runs, endpoint: 'me:hunter2@127.0.0.1:9000'}",
+        "job.yaml:2: offload.endpoint: expected http:// or https:// and a host, found no such address",
+    ),
+    "a region of words": (
+        "command: t\noffload: {to: s3://runs, region: us east 1}",
+        "job.yaml:2: offload.region: must be one word such as eu-central-1, got 'us east 1'",
+    ),
+    "an endpoint that nothing asks": (
+        "command: t\noffload:\n  to: file:///mnt\n  endpoint: http://127.0.0.1:9000",
+        "job.yaml:4: offload.endpoint: expected an s3:// address that it is for, found none: offload.to is a folder; leave one of them out",
+    ),
     "nothing in env": ("command: t\nenv:\n  A:", "job.yaml:3: env.A: must be text, got nothing"),
     "placeholder": (
         "command: t\ncheckpoint:\n  dir: '/w/{nmae}/c'",
@@ -401,6 +421,15 @@ def test_folders_and_names_are_filled_in(tmp_path):
     assert f"file://{tmp_path}/store" == job.offload.to
     assert "/w/n-2026-01-31/checkpoints" == job.checkpoint.dir
     assert "/w" == job.finish.save_folder
+
+
+def test_an_endpoint_may_be_where_the_data_is():
+    """
+    Checkpoints go to a folder then, and the server is asked for the data only.
+    """
+    job = load("command: t\noffload: {to: 'file:///mnt', endpoint: 'http://h:9'}\ndata: [{from: 's3://b/a', to: /c}]")
+
+    assert "http://h:9" == job.offload.endpoint
 
 
 def test_outputs_need_a_store():
