@@ -249,6 +249,25 @@ def test_on_a_quick_line_all_threads_send():
         assert not window._slots.acquire(blocking=False)
 
 
+@pytest.mark.parametrize(
+    ("times_s", "num_more"),
+    [
+        pytest.param([5.6, 5.6, 8.4, 8.4], 1, id="the line is slow: one more made each of them slower"),
+        pytest.param([3.2] * 6, 5, id="the way is long: more beside them cost nothing"),
+        pytest.param([0.1] * 100, NUM_THREADS - 2, id="quick"),
+    ],
+)
+def test_as_many_parts_are_on_their_way_as_help(times_s, num_more):
+    """
+    Told by how long each took.
+    """
+    window = _Window()
+    for took_s in times_s:
+        window._note(took_s)
+
+    assert NUM_THREADS - 2 - num_more == window._left
+
+
 def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tmp_path):
     """
     A large part takes longer than the client waits for a connection.
