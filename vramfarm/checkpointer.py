@@ -573,8 +573,8 @@ class Checkpointer:
         objects, own_objects, told = self._collect_objects(snapshot)
         snapshot.shared = {
             "step": self._step,
-            "seed": self._seed,
             "position": self._done.dump(),
+            "orders": self._places.orders(),
             **self._places.dump(self._place, self._done),
             "data_ranks": self._data_world.size,
             "models": known.models,
@@ -689,7 +689,7 @@ class Checkpointer:
         self._step, self._resumed_step, self._rng = found.step, found.step, found.rng
         self._position, self._done = replace(found.position), replace(found.position)
         self._saved = Saved(found.position, found.data_ranks)
-        self._places, self._feed = Places(found.places, found.position, found.loader_states), None
+        self._places, self._feed = Places(found.places, found.position, found.loader_states, found.orders), None
         if self._world.rank == 0:
             apart.keep(self._seat.page, self._training().objects, found.apart)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
@@ -735,6 +735,7 @@ class Checkpointer:
         with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
             feed = data.feed(loader, self._data_world, self._seed, saved)
         self._feed = (loader, feed)
+        place.order = feed.order if isinstance(feed, data.GlobalFeed) else data.UNKNOWN
         place.loader, place.feed = (loader, feed) if isinstance(feed, StatefulFeed | StreamFeed) else (None, None)
         if self._data_world.size > 1 and not isinstance(feed, data.GlobalFeed):
             self._alike = alike.Watch(self._seat)
@@ -746,7 +747,7 @@ class Checkpointer:
         """What the checkpoint says of a loader, until it is gone through."""
         if self._saved is None or place.is_new or place.has_begun:
             return None
-        return Saved(place.position, self._saved.world_size, place.state)
+        return Saved(place.position, self._saved.world_size, place.state, place.order)
 
     # ------------------------------------------------------------------------------ beginning
 

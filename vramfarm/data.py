@@ -230,12 +230,65 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
+class Order:
+    """What an epoch's order is made from, besides the epoch; None where that is not known."""
+
+    seed: int | None = None
+    samples: int | None = None
+    shuffled: bool | None = None
+
+    @classmethod
+    def parse(cls, saved: object) -> Order:
+        """Return what `dump` gave."""
+        match saved:
+            case {"seed": int(seed), "samples": int(samples), "shuffled": bool(shuffled)}:
+                return cls(seed, samples, shuffled)
+        raise StateError(f"the checkpoint's order of the data is none: {str(saved)[:80]}")
+
+    def dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def is_over(self, position: Position) -> bool:
+        """Whether nothing is left of the epoch."""
+        return self.samples is not None and position.cursor >= self.samples
+
+    def expect(self, before: Order, position: Position) -> None:
+        """Refuse another order in the middle of an epoch: samples would be repeated and left out, and nobody would see it."""
+        if position.cursor == 0 or before.is_over(position):
+            return
+        for was, now, advice in self._differences(before):
+            raise StateError(
+                f"the loader: {was} when the checkpoint was saved, {position.cursor} samples into epoch {position.epoch}, and {now} now: "
+                f"the rest of that epoch would repeat samples and leave others out; {advice}, or begin anew with resume='never'"
+            )
+
+    def _differences(self, before: Order) -> Iterator[tuple[str, str, str]]:
+        if before.samples not in {None, self.samples}:
+            more = (
+                "their first samples (torch.utils.data.Subset)"
+                if (self.samples or 0) > (before.samples or 0)
+                else "them all"
+            )
+            yield f"{before.samples} samples", str(self.samples), f"give it {more} until the epoch's end"
+        words = {True: "shuffled", False: "in order"}
+        if before.shuffled not in {None, self.shuffled}:
+            was = words[bool(before.shuffled)]
+            yield was, words[bool(self.shuffled)], f"give it {was} until the epoch's end"
+        if self.shuffled and before.seed not in {None, self.seed}:
+            yield f"seed={before.seed}", f"seed={self.seed}", f"give seed={before.seed} until the epoch's end"
+
+
+UNKNOWN: Final = Order()
+
+
+@dataclass(frozen=True)
 class Saved:
     """What a checkpoint says of the data: `loader_state` only where it is this rank's own."""
 
     position: Position
     world_size: int
     loader_state: Any = None
+    order: Order = UNKNOWN
 
 
 def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> Feed:
@@ -243,7 +296,10 @@ def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) ->
     if is_stateful(loader):
         return StatefulFeed(loader, world, seed, saved)
     if isinstance(loader, DataLoader) and _is_plain(loader):
-        return GlobalFeed(loader, world, seed)
+        found = GlobalFeed(loader, world, seed)
+        if saved is not None:
+            found.order.expect(saved.order, saved.position)
+        return found
     if isinstance(loader, Iterator):
         return StreamFeed(loader, world, seed, saved)
     return SkippingFeed(loader, world, seed, saved)
@@ -288,9 +344,11 @@ class GlobalFeed:
 
     def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
         sampler = loader.sampler
+        given = seed
         if isinstance(sampler, DistributedSampler):
             seed = mix(seed, sampler.seed)
         shuffle = isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
+        self.order = Order(given, len(loader.dataset), shuffle)
         assert loader.batch_size is not None
         self._batches = GlobalBatches(
             len(loader.dataset),

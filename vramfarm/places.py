@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vramfarm.data import Feed, Position
+from vramfarm.data import UNKNOWN, Feed, Order, Position
 from vramfarm.typed import StateError
 
 _STREAM: Final = object()  # iterators are used up: one stands for all
@@ -34,6 +34,7 @@ class Place:
     has_begun: bool = False
     passes: int = 0
     state: Any = None
+    order: Order = UNKNOWN  # as the checkpoint has it, then as it is
     loader: object = None
     feed: Feed | None = None
 
@@ -44,10 +45,12 @@ class Places:
         saved: Mapping[str, Any] | None = None,
         now: Position | None = None,
         states: Mapping[int, Any] | None = None,
+        orders: Mapping[int, Order] | None = None,
     ) -> None:
         """`saved` is what `dump` gave; a checkpoint of a run with one loader has only the position `now`."""
         self._found: list[Place] = []
         self._states = states or {}
+        self._orders = orders or {}
         self._saved: list[tuple[Position, int | None]] = []
         self.now = 0
         if saved is not None:
@@ -70,7 +73,11 @@ class Places:
                     f"steps: loader {number + 1} of this run has {size} samples, and had {before} when the checkpoint was saved: "
                     "use the loaders in the same order as then"
                 )
-        place = Place(number, position, size, _reference_to(what), is_new, state=self._states.get(number))
+        order = self._orders.get(number, UNKNOWN)
+        if order.is_over(position) and order.samples != size:  # an epoch of more is the next one
+            position.next_epoch()
+        state = self._states.get(number)
+        place = Place(number, position, size, _reference_to(what), is_new, state=state, order=order)
         self._found.append(place)
         return place
 
@@ -85,6 +92,11 @@ class Places:
             if place.has_begun:
                 states[place.number] = None if place.feed is None else place.feed.state()
         return {number: state for number, state in states.items() if state is not None}
+
+    def orders(self) -> dict[str, Any]:
+        """Return what orders are made from, by the loaders' numbers, where that is known."""
+        orders = {**self._orders, **{place.number: place.order for place in self._found}}
+        return {str(number): order.dump() for number, order in orders.items() if order.samples is not None}
 
     def dump(self, now: Place, position: Position) -> dict[str, Any]:
         """Return what a checkpoint keeps, nothing where one loader is all: its position is there anyway. The place `now` is at `position`."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vramfarm import folder, run, state, unpickling
-from vramfarm.data import Position, World
+from vramfarm.data import Order, Position, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.places import Places
 from vramfarm.protocol import MANIFEST, Manifest
@@ -54,6 +54,7 @@ class Restored:
     rng: Any
     loader_states: Mapping[int, Any]
     places: Any
+    orders: Mapping[int, Order]
     apart: frozenset[str]
     report: Report
 
@@ -151,6 +152,7 @@ def load(reader: Reader, training: Training) -> Restored:
         rng=own.get("rng"),
         loader_states=_loader_states(own, shared.get("places")),
         places=shared.get("places"),
+        orders=_orders(shared.get("orders", {})),
         apart=frozenset(ranks["0"]["own"].get("objects", {})),
         report=report,
     )
@@ -238,6 +240,12 @@ def _loader_states(own: Mapping[str, Any], places: Any) -> dict[int, Any]:  # no
     now = places["now"] if isinstance(places, dict) and "now" in places else 0
     states = {int(number): one for number, one in own.get("loaders", {}).items()}
     return states | ({now: own["loader"]} if "loader" in own else {})
+
+
+def _orders(saved: object) -> dict[int, Order]:
+    if not isinstance(saved, dict) or not all(number.isdecimal() for number in saved):
+        raise StateError(f"the checkpoint's orders of the data are none: {str(saved)[:80]}")
+    return {int(number): Order.parse(order) for number, order in saved.items()}
 
 
 def _apply_rng(own: dict[str, Any], training: Training, step: int, num_ranks: int, report: Report) -> None:

@@ -332,3 +332,45 @@ def test_an_optimizer_that_tells_nobody_has_stepped_if_its_weights_changed(tmp_p
     ckpt.finish()
 
     assert (5, -5.0) == (folder.committed(tmp_path)[0].manifest.step, model.weight.item())
+
+
+def shuffled(length=100, batch_size=4, *, shuffle=True, **more):
+    data = TensorDataset(torch.arange(float(length))[:, None])
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle, collate_fn=lambda rows: rows[0][0], **more)
+
+
+@pytest.mark.parametrize(
+    ("loader", "seed", "said"),
+    [
+        (shuffled(120), 1, "100 samples when .*, 48 samples into epoch 0, and 120 now: .*Subset"),
+        (shuffled(90), 1, "100 samples when .* and 90 now: .* give it them all"),
+        (shuffled(shuffle=False), 1, "shuffled when .* and in order now: .* give it shuffled"),
+        (shuffled(), 2, "seed=1 when .* and seed=2 now: .* give seed=1"),
+    ],
+    ids=["longer", "shorter", "in order", "seed"],
+)
+def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, loader, seed, said):
+    """
+    Samples would be repeated and left out, and nothing would fail. Also where the loader is given to steps() only.
+    """
+    Run(tmp_path, shuffled(), seed=1).go(max_steps=12).result()
+
+    with pytest.raises(StateError, match=said):
+        Run(tmp_path, loader, seed=seed)
+    with pytest.raises(StateError, match=said):
+        Run(tmp_path, seed=seed).go(loader, max_steps=24)
+
+
+def test_another_order_is_welcome_from_the_next_epoch_on(tmp_path):
+    """
+    The data may have grown by then; another batch size is welcome at any time, and loaders whose order is not ours are left alone.
+    """
+    run = Run(tmp_path, shuffled(), seed=1).go(max_steps=25)
+    run.result()
+    more = Run(tmp_path, shuffled(120), seed=2).go(max_steps=35)
+    more.result()
+    rest = Run(tmp_path, shuffled(120, 8), seed=2).go(max_steps=45)
+    rest.result()
+    Run(tmp_path, batches(range(40)), seed=3)
+
+    assert (25, 10, 10) == (len(run.used), len(more.used), len(rest.used))
