@@ -7,8 +7,11 @@ wait ends: with the saver's word, when there is no saver for `PATIENCE_S`, or wh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,8 @@ SLOWEST: Final = 5e6  # bytes a second, of such a disk
 AGREEMENT_S: Final = 5.0  # for the saver's word on a proposal; it takes 2 ms
 _SLOW_SAVE_S: Final = 3600.0  # no longer than that, but where the last save took long, too
 _END_EVENTS: Final = 100  # may happen before the end is there: a saver that dies whenever it is started is one, too
+_LEFT_S: Final = 600.0  # without a beat of anybody: a page of processes that are not to be found is left
+_PAGE: Final = re.compile(r"vramfarm-(\d{1,10})-[0-9a-f]{8}")  # as `create_page` calls it
 _POLL_S: Final = 0.001
 _SILENT_NS: Final = 1_000_000_000  # without a beat of the saver; then it is looked after
 _PROPOSED_STEP: Final = int(Word.PROPOSED_STEP)  # plain numbers: an enum's are looked up
@@ -461,9 +466,35 @@ def create_page(num_ranks: int) -> ControlPage:
     """Make a page where there is no supervisor; the saver removes it in the end."""
     name = f"vramfarm-{os.getpid()}-{os.urandom(4).hex()}"
     shm = Path("/dev/shm")  # noqa: S108  # memory; where it cannot be written a file does
+    remove_left_pages(shm)
     try:
         return ControlPage.create(shm / name, num_ranks=num_ranks)
     except OSError:
         import tempfile  # noqa: PLC0415  # rarely needed
 
         return ControlPage.create(Path(tempfile.gettempdir()) / name, num_ranks=num_ranks)
+
+
+def remove_left_pages(place: Path, silent_s: float = _LEFT_S) -> None:
+    """Remove what this user's runs have left whose savers, which remove a page in the end, were killed with all ranks."""
+    for path in place.glob("vramfarm-*"):
+        with contextlib.suppress(OSError, protocol.ProtocolError):  # somebody else's, or just removed
+            if _is_left(path, silent_s):
+                path.unlink()
+
+
+def _is_left(path: Path, silent_s: float) -> bool:
+    """Whether nobody is there who knows it. What lives in another container is not seen here, but its beats are."""
+    name, entry = _PAGE.fullmatch(path.name), path.lstat()
+    is_ours = stat.S_ISREG(entry.st_mode) and entry.st_uid == os.getuid()
+    age_s = time.time() - entry.st_mtime  # noqa: TID251  # since it was made: a file has no other clock
+    if name is None or not is_ours or age_s < silent_s or protocol.process_started(int(name[1])):
+        return False
+    page = ControlPage.open(path)
+    get, ranks = page.get, range(min(page.num_ranks, protocol.MAX_RANKS))
+    owners = [(get(rank, Slot.PID), get(rank, Slot.STARTED)) for rank in ranks]
+    owners.append((page[Word.SAVER_PID], page[Word.SAVER_STARTED]))
+    heard = max([page[Word.SAVER_BEAT_NS], *(get(rank, Slot.BEAT_NS) for rank in ranks)])
+    page.close()
+    is_used = any(pid and protocol.process_started(pid) == started for pid, started in owners)
+    return not is_used and monotonic_ns() - heard > silent_s * 1e9

@@ -21,7 +21,7 @@ from vramfarm.arenas import Arenas
 from vramfarm.committing import Committer, SaveError, Staged
 from vramfarm.protocol import LAST_RANK_S, LATE_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
 from vramfarm.saver import Orders, Save, Saver, Wait
-from vramfarm.seat import Seat
+from vramfarm.seat import Seat, remove_left_pages
 from vramfarm.tending import SaverProcess
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
@@ -778,3 +778,35 @@ def test_who_leaves_waits_for_a_rank_that_is_late_longer_than_for_a_disk(tmp_pat
     waiting.join(20)
 
     assert ([], [True]) == (too_soon, left)
+
+
+def test_pages_of_runs_that_were_killed_are_removed_by_the_next(tmp_path):
+    """
+    Only of those of whom nobody is there, nor was lately: what lives in another container is not to be seen, but to be heard.
+    """
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    now, here = time.monotonic_ns(), os.getpid()
+    alive = protocol.process_started(here)
+    cases = {  # creator, a rank, when it was started, how long ago it was heard, how old its page is
+        "00000001": (gone.pid, gone.pid, 5, 61, 61),
+        "00000002": (gone.pid, here, alive, 61, 61),
+        "00000003": (gone.pid, here, alive + 1, 61, 61),  # a process id that somebody else has now
+        "00000004": (gone.pid, gone.pid, 5, 1, 61),
+        "00000005": (gone.pid, gone.pid, 5, 61, 1),
+        "00000006": (here, gone.pid, 5, 61, 61),
+        "run-0000": (gone.pid, gone.pid, 5, 61, 61),
+    }
+    for name, (creator, pid, started, silent_s, age_s) in cases.items():
+        page = ControlPage.create(tmp_path / f"vramfarm-{creator}-{name}", num_ranks=2)
+        page.put(1, Slot.PID, pid)
+        page.put(1, Slot.STARTED, started)
+        page.put(1, Slot.BEAT_NS, now - silent_s * 10**9)
+        page.close()
+        os.utime(page.path, (time.time() - age_s,) * 2)
+    os.mkfifo(tmp_path / f"vramfarm-{gone.pid}-00000007")
+
+    remove_left_pages(tmp_path, 60.0)
+
+    left = {path.name.split("-", 2)[2] for path in tmp_path.iterdir()}
+    assert {*cases, "00000007"} - {"00000001", "00000003"} == left
