@@ -232,7 +232,7 @@ def test_on_a_slow_line_one_part_after_another_is_whole(behind, proxy, tmp_path)
     shard = describe_file(tmp_path / "shard", "shard")
     behind.put_file("job/shard", tmp_path / "shard", shard, sent)
 
-    assert 2 <= at_first[0] <= 4, at_first
+    assert 2 <= at_first[0] <= 5, at_first  # both of the first, two after them and one more
 
 
 def test_on_a_quick_line_all_threads_send():
