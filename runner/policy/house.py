@@ -120,8 +120,8 @@ def tidy(job: Job, history: History, seen: Observed) -> Action | None:
         in_use.add(good)
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
     if plan.remove:
-        passed_over = "; it never left this machine: a newer one did" if _was_passed_over(plan.remove[0], seen) else ""
-        return Prune(plan.remove[0], f"the newest {job.checkpoint.keep_last} are kept{passed_over}")
+        why = f"the newest {job.checkpoint.keep_last} are kept"
+        return Prune(plan.remove[0], f"{why}{_tell_missing(plan.remove[0], history, seen)}")
     if not has_room(seen):
         if seen.damaged:  # evidence, and large: a checkpoint that can be used is worth more
             return Discard(seen.damaged[0])
@@ -146,10 +146,19 @@ def _tidy_store(job: Job, seen: Observed) -> Action | None:
     return begin(TaskKind.TIDY, newest, seen) if is_proven else None
 
 
-def _was_passed_over(ref: Ref, seen: Observed) -> bool:
-    """The store keeps its newest: what is newer than its oldest and not there was never sent."""
+def _tell_missing(ref: Ref, history: History, seen: Observed) -> str:
+    """The store keeps its newest: what is newer than its oldest and not there was never sent, or was lost there."""
     there = {c.ref for c in seen.offsite or ()}
-    return bool(there) and ref not in there and ref > min(there)
+    if not there or ref in there or ref.name in seen.spoilt:
+        return ""
+    if ref.name in seen.vanished or vanished_key(ref.name) in history.notified:
+        return "; the store had it, and has it no more"
+    return "; it never left this machine: a newer one did" if ref > min(there) else ""
+
+
+def vanished_key(name: str) -> str:
+    """Under which the journal notes that a person was told: it outlives the life that saw it there."""
+    return f"vanished {name}"
 
 
 def _subject(state: TaskState) -> str:

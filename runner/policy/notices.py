@@ -15,6 +15,7 @@ from typing import Final
 from runner.facts import Attempt, Ending, Failed, History, Observed, Running, TaskKind
 from runner.job import Job
 from runner.policy.actions import EXIT_CODES, Action, Conclude, End, Launch, Leave, Notify, Wait
+from runner.policy.house import vanished_key
 from runner.policy.lifecycle import decide
 from runner.policy.limits import limit_at
 
@@ -123,7 +124,7 @@ def _copies_fail(history: History, seen: Observed) -> Iterator[Notify]:
 def _vanished(history: History, seen: Observed) -> Iterator[Notify]:
     if seen.vanished:
         newest = max(seen.vanished)
-        yield from _once(history, "alert", f"vanished {newest}", tell_vanished(seen.vanished))
+        yield from _once(history, "alert", vanished_key(newest), tell_vanished(seen.vanished))
 
 
 def tell_vanished(names: Collection[str]) -> str:

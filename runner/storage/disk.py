@@ -2,7 +2,7 @@
 All that the supervisor does to a disk: eleven operations and one recipe.
 
 A change is durable when these have finished it; tests replace `Disk` to lose power between
-any two operations, so nobody in this room opens a file for writing but here.
+any two operations, so nobody in this room writes a byte to a file but here.
 """
 
 import ctypes

@@ -854,6 +854,28 @@ def test_a_checkpoint_that_was_passed_over_is_told_when_it_goes(steps, says):
     assert Prune(local[0].ref, f"the newest 2 are kept{says}") == tidy(JOB, ACCEPTED, seen)
 
 
+@pytest.mark.parametrize("how", ["this life", "an earlier life", "its manifest"])
+def test_a_checkpoint_that_the_store_lost_is_not_told_as_one_that_never_left(how):
+    """
+    It was confirmed there, which is another trouble: whoever reads the log looks into the bucket.
+    """
+    local, there = (
+        tuple(replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, step=step)) for step in numbers)
+        for numbers in ((100, 200, 300), (50, 300))
+    )
+    name, history = local[0].ref.name, ACCEPTED
+    seen = Observed(now=START, boot_id="b", life="l", local=local, offsite=there)
+    if how == "this life":
+        seen = replace(seen, vanished=frozenset({name}))
+    elif how == "an earlier life":
+        history = replace(history, notified={f"vanished {name}": START})
+    else:
+        seen = replace(seen, spoilt=frozenset({name}))
+
+    says = "" if how == "its manifest" else "; the store had it, and has it no more"
+    assert Prune(local[0].ref, f"the newest 2 are kept{says}") == tidy(JOB, history, seen)
+
+
 @pytest.mark.parametrize(("attempts", "is_void"), [((), False), ((1,), False), ((1, 2), True)])
 def test_an_end_is_void_once_somebody_trained_after_it(attempts, is_void):
     """

@@ -170,8 +170,8 @@ class Store(Protocol):
         """
         Store a file whose size and checksums are those of `shard`, in bounded memory.
 
-        A file that differs is refused with `damaged`. Parts that are there from an earlier,
-        killed call are not sent again.
+        A file that differs is refused with `damaged`. Where the store keeps
+        parts, those of an earlier, killed call are not sent again.
         """
         ...
 
