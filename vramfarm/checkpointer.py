@@ -50,6 +50,10 @@ ALONE: Final = (
     "the loader is of a kind of its own and stays as it is, and its sampler knows nothing of the other ranks: give it a DistributedSampler, "
     "or every rank goes through all samples"
 )
+NO_OPTIMIZER: Final = (
+    "no optimizer was given, and the model has weights that want gradients: if one trains them, its state is not saved; "
+    "give it, Checkpointer(model, optimizer)"
+)
 _NOWHERE: Final = Place(-1, Position(), None, lambda: None)  # no loader was gone through yet
 _RESERVED: Final = frozenset({"model", "rng", "loader", ALIKE})
 
@@ -185,6 +189,9 @@ class Checkpointer:
         loader = self._loader if loader is None else loader
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
+        _expect_batches(loader, "steps")
+        if accumulate < 1:
+            raise ValueError(f"steps: accumulate: expected a number of batches, 1 at least, got {accumulate!r}")
         place = self._go_to(loader)
         if epochs is None and max_steps is None:
             epochs = max(place.passes, self._position.epoch if place.has_begun else 0) + 1
@@ -555,8 +562,8 @@ class Checkpointer:
                     f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}"
                 )
         state.check_held(self._optimizers, list(self._models().values()), self._training_objects().values())
-        if self._loader is not None and not hasattr(self._loader, "__iter__"):
-            raise TypeError(f"loader: expected something to iterate, got {type(self._loader).__qualname__}")
+        if self._loader is not None:
+            _expect_batches(self._loader, "loader")
 
     def _collect(self) -> Snapshot:
         """Return what changes from save to save; the rest is in `_known`."""
@@ -768,12 +775,19 @@ class Checkpointer:
                 self._unhooked[number] = _versions(optimizer)
         if self._loader is not None:
             self._places.of(self._loader)  # the first, as at a resume
+        self._tell_of_no_optimizer()
         self._is_warm = False
         self._copier.idle = self._prepare
         self._seat.warm(done=False)
         self._seat.start(self._step, samples=self._position.samples)
         run.watch_for_a_crash()
         atexit.register(self._at_exit, os.getpid())
+
+    def _tell_of_no_optimizer(self) -> None:
+        """Not refused: the model may only be looked at, or its optimizer be kept by an object that was given."""
+        is_there = self._optimizers or any(hasattr(thing, "param_groups") for thing in self._objects.values())
+        if not is_there and any(one.requires_grad for one in self._model.parameters()):
+            self._say(NO_OPTIMIZER)
 
     def _note_step(self, number: int, *_: object) -> None:
         self._stepped_in = self._step
@@ -805,6 +819,13 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that does the work: accelerate wraps it in one that was never initialised."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _expect_batches(loader: object, where: str) -> None:
+    if isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"{where}: expected a loader, or something else that gives batches, got {type(loader).__qualname__}"
+        )
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[int]:

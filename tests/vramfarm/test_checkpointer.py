@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vramfarm import Checkpointer, data, folder, protocol
-from vramfarm.checkpointer import _scalar
+from vramfarm.checkpointer import NO_OPTIMIZER, _scalar
 from vramfarm.data import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
@@ -989,6 +989,7 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"data_parallel": (5, 2)}, r"data_parallel: expected \(rank, size\) .* got \(5, 2\)"),
         ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
         ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
+        ({"loader": "data"}, "loader: expected a loader, or something else that gives batches, got str"),
         ({"model": [nn.Linear(1, 1)]}, "model: expected a torch.nn.Module, got list"),
     ],
     ids=str,
@@ -1517,3 +1518,32 @@ def test_only_what_iterates_its_own_way_is_left_to_itself(kind, kept):
     assert kept == isinstance(data.feed(loader, World(0, 2), 0, None), data.SkippingFeed)
     assert data.is_unshared(loader, World(0, 2))
     assert not data.is_unshared(loader, World(0, 1))
+
+
+@pytest.mark.parametrize("accumulate", [0, -2])
+def test_a_step_of_no_batch_is_refused(tmp_path, accumulate):
+    """
+    It counted as one. A folder's name is no loader either.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+
+    with pytest.raises(
+        ValueError, match=f"steps: accumulate: expected a number of batches, 1 at least, got {accumulate}"
+    ):
+        next(ckpt.steps([torch.ones(1, 1)], accumulate=accumulate))
+    with pytest.raises(TypeError, match="steps: expected a loader, or something else that gives batches, got str"):
+        next(ckpt.steps("data"))
+
+
+def test_an_optimizer_that_was_forgotten_is_told(tmp_path, capsys):
+    """
+    Its state would be lost in silence. Not told where one is given by a name, or nothing is to be trained.
+    """
+    Checkpointer(nn.Linear(1, 1), dir=tmp_path / "forgotten")
+    told = capsys.readouterr().err
+    model = nn.Linear(1, 1)
+    Checkpointer(model, dir=tmp_path / "named", own=torch.optim.SGD(model.parameters()))
+    Checkpointer(nn.Linear(1, 1).requires_grad_(requires_grad=False), dir=tmp_path / "fixed")
+
+    assert 1 == told.count(NO_OPTIMIZER)
+    assert NO_OPTIMIZER not in capsys.readouterr().err
