@@ -21,7 +21,7 @@ from runner.storage.offsite import (
     tidying,
     uploading,
 )
-from runner.storage.offsite.s3 import NUM_THREADS, S3Store, _Window
+from runner.storage.offsite.s3 import NUM_THREADS, PART_CHUNKS, S3Store, _Window
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server
 from tests.storage.examples import commit
@@ -266,6 +266,25 @@ def test_as_many_parts_are_on_their_way_as_help(times_s, num_more):
         window._note(took_s)
 
     assert NUM_THREADS - 2 - num_more == window._left
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "took_s", "left"),
+    [
+        pytest.param(PART_CHUNKS * CHUNK_BYTES, 0.1, 0, id="whole, and at once: all send"),
+        pytest.param(PART_CHUNKS * CHUNK_BYTES, 0.5, NUM_THREADS - 2, id="not at once: its answer will tell"),
+        pytest.param(CHUNK_BYTES, 0.01, NUM_THREADS - 2, id="so little may lie in the socket's memory"),
+    ],
+)
+def test_a_quick_line_is_known_before_the_server_has_answered(num_bytes, took_s, left):
+    """
+    A busy server takes its time for each part: until the first is there, most threads would have nothing to do.
+    """
+    window = _Window()
+
+    window.note_left(num_bytes, took_s)
+
+    assert left == window._left
 
 
 def test_a_slow_line_is_not_taken_for_a_dead_one(proxy, s3_offload, s3server, tmp_path):

@@ -65,6 +65,7 @@ from vramfarm.protocol import CHUNK_BYTES, Shard
 NUM_THREADS: Final = 16  # that send parts
 _NUM_AT_FIRST: Final = 2  # parts on their way
 _SOON_S: Final = 2.0  # where a part is there so soon, one more may be on its way
+_AT_ONCE_S: Final = 0.25  # a part has left: no socket's memory takes so much
 _SAME: Final = 1.2  # times the first one's: more beside it have cost a part nothing, so it is not the line that is slow
 PART_CHUNKS: Final = 2  # chunks in a part
 _NUM_CALLERS: Final = 12  # threads of callers, beside those that send parts
@@ -276,7 +277,7 @@ class S3Store:
         if there is not None and _is_same(there, path, shard, part):
             sent(part.size_bytes)
             return str(there["ETag"])
-        with self._window.one(), open_part(path, shard, part.first, part.num_chunks) as body:
+        with self._window.one() as left, open_part(path, shard, part.first, part.num_chunks, left) as body:
             answer = self._client.upload_part(
                 **self._named(upload.key),
                 UploadId=upload.id,
@@ -539,11 +540,21 @@ class _Window:
         self._first_s = 0.0
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """Yields what is to be called when all bytes of the part have left, so many."""
         with self._slots:
             began = time.monotonic()
-            yield
+            yield lambda num_bytes: self.note_left(num_bytes, time.monotonic() - began)
             self._note(time.monotonic() - began)
+
+    def note_left(self, num_bytes: int, took_s: float) -> None:
+        """A fast line is known as such before the server has answered once, and all are wanted from then on."""
+        if num_bytes < PART_CHUNKS * CHUNK_BYTES or took_s > _AT_ONCE_S:
+            return
+        with self._lock:
+            left, self._left = self._left, 0
+        if left:
+            self._slots.release(left)
 
     def _note(self, took_s: float) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -216,13 +216,15 @@ class _Leaving:
 
 
 @contextmanager
-def open_part(path: Path, shard: Shard, first: int, num_chunks: int) -> Iterator[IO[bytes]]:
+def open_part(
+    path: Path, shard: Shard, first: int, num_chunks: int, left: Callable[[int], None] = lambda _: None
+) -> Iterator[IO[bytes]]:
     """
-    Some chunks of a local file, as a body. What is wrong with the file is raised when the context ends,
+    Some chunks of a local file, as a body; `left` is called when all of its bytes are read. What is wrong with the file is raised when the context ends,
     whatever botocore made of it: `damaged` for other bytes than the shard's, which never leave whole.
     """
     try:
-        part = _FilePart(path, shard, first, num_chunks)
+        part = _FilePart(path, shard, first, num_chunks, left)
     except OSError as error:
         raise _unreadable(path, error) from None
     try:
@@ -242,7 +244,8 @@ def _unreadable(path: Path, error: OSError) -> OffsiteError:
 class _FilePart:
     """Read once, when it is needed, into memory that is used again, and summed while it is warm."""
 
-    def __init__(self, path: Path, shard: Shard, first: int, num_chunks: int) -> None:
+    def __init__(self, path: Path, shard: Shard, first: int, num_chunks: int, left: Callable[[int], None]) -> None:
+        self._left = left
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._path, self._shard, self._first = path, shard, first
         self._size = min(num_chunks * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES)
@@ -263,6 +266,8 @@ class _FilePart:
             self.problem = other_bytes(self._path, self._first + index)
             raise self.problem
         self._at += len(block)
+        if len(block) > 0 and self._at == self._size:
+            self._left(self._size)
         return block
 
     def _load(self, memory: memoryview) -> memoryview:
