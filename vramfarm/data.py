@@ -345,7 +345,8 @@ class GlobalFeed:
     def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
         sampler = loader.sampler
         given = seed
-        if isinstance(sampler, DistributedSampler):
+        # Without a seed of its own it changes nothing: scripts have one on several ranks, and on a single one they shuffle.
+        if getattr(sampler, "seed", 0):
             seed = mix(seed, sampler.seed)
         shuffle = isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
         self.order = Order(given, len(loader.dataset), shuffle)

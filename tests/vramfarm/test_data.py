@@ -157,6 +157,21 @@ def test_a_distributed_sampler_is_replaced():
     assert 4 == feed.num_batches(Position(), 1)
 
 
+def test_a_distributed_sampler_on_several_ranks_only_leaves_the_order_as_it_is():
+    """
+    Scripts shuffle by themselves where there is one rank; an epoch that begins there may end on several, or the other way round.
+    """
+    alone = DataLoader(numbers(24), batch_size=2, shuffle=True)
+    shared = DataLoader(numbers(24), batch_size=2, sampler=DistributedSampler(numbers(24), num_replicas=2, rank=0))
+
+    position = Position()
+    before = [through(data.feed(shared, World(r, 2), 0, None), Position(), 4) for r in range(2)]
+    through(data.feed(shared, World(0, 2), 0, None), position, 4)
+    rest = through(data.feed(alone, World(0, 1), 0, Saved(position, 2)), position, 4)
+
+    assert list(range(24)) == sorted(itertools.chain(*before[0], *before[1], *rest))
+
+
 def test_drawing_an_epoch_leaves_the_scripts_random_numbers_alone():
     """
     Else a run that resumes in an epoch would go on with other numbers than one that does not.
