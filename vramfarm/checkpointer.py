@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -438,6 +438,8 @@ class Checkpointer:
             tensors = [*taken.layout.tensors(), *taken.moving.values()]
             device = next((one.device for one in tensors if one.device.type == "cuda"), None)
             size, apart = self._decide_staging(taken)
+            if self._compares_weights():  # to walk a large model would be felt in a save
+                _ = self._whole_weights
             self._warm_up = WarmUp(self._seat, size, apart, device, self._rehearse)
         self._warm_up.turn(place)
         if self._warm_up.is_over:
@@ -486,7 +488,7 @@ class Checkpointer:
         layout = taken.layout
         self._tell_of_frozen()
         if self._compares_weights() and not self._seat.page[Word.NUM_COMMITTED]:
-            alike.tell_weights(self._seat, self._whole_weights())
+            alike.tell_weights(self._seat, self._whole_weights)
         if self._staging == "auto" and not self._is_bounded and self._seat.is_refused():
             self._is_bounded = True
             self._say(f"staging: chunked from now on: {self._seat.page.error()}")
@@ -524,6 +526,7 @@ class Checkpointer:
         """Ranks that see the same data, as with tensor parallelism, may differ in what rounding made of it."""
         return self._world.size > 1 and self._data_world.size == self._world.size
 
+    @cached_property
     def _whole_weights(self) -> list[tuple[str, torch.Tensor]]:
         return alike.whole_weights(self._models(), self._optimizers)
 
@@ -532,7 +535,7 @@ class Checkpointer:
         page, before = self._seat.page, self._told
         self._told = self._seat.hear()
         if self._told[0] and not before[0] and self._world.rank == 0 and self._compares_weights():
-            name = alike.differing(page, self._whole_weights())
+            name = alike.differing(page, self._whole_weights)
             if name:
                 self._say(alike.OWN_WEIGHTS.format(name))
         if self._supervised or self._told == before:
