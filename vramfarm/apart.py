@@ -14,23 +14,20 @@ from typing import Any
 
 from vramfarm import frozen
 from vramfarm.checksum import crc32
-from vramfarm.protocol import ControlPage, Word
+from vramfarm.protocol import ControlPage, Word, apart_bits
 from vramfarm.staging import Piece
 from vramfarm.state import Snapshot
 
 
 def names(page: ControlPage, objects: Iterable[str]) -> set[str]:
     """Return those of the objects that each rank saves by itself."""
-    told = page[Word.APART]
-    return {name for number, name in enumerate(sorted(objects)) if told >> min(number, 63) & 1}
+    given = list(objects)
+    return {name for name in given if page[Word.APART] & apart_bits(given, {name})}
 
 
 def keep(page: ControlPage, objects: Iterable[str], apart: Iterable[str]) -> None:
     """Go on with what a checkpoint has of each rank. On local rank 0, before there is a saver."""
-    found = set(apart)
-    for number, name in enumerate(sorted(objects)):
-        if name in found:
-            page[Word.APART] |= 1 << min(number, 63)
+    page[Word.APART] |= apart_bits(objects, set(apart))
 
 
 def describe(snapshot: Snapshot, name: str, encoded: object, pieces: Sequence[Piece]) -> list[Any]:

@@ -219,8 +219,7 @@ class Committer:
             return
         own = staged[0].state["own"].get("objects", {})
         before = self._page[Word.APART]
-        for number, name in enumerate(sorted(sums[0].keys() | own.keys())):
-            self._page[Word.APART] |= (name in differing) << min(number, 63)
+        self._page[Word.APART] |= protocol.apart_bits(sums[0].keys() | own.keys(), differing)
         kind = SaveError if self._page[Word.APART] == before else ApartError
         raise kind(
             f"{', '.join(differing)}: differs from rank to rank; the next save has each rank's own, and a resume gives it back to that rank"

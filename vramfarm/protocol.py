@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path, PurePosixPath
@@ -111,6 +112,14 @@ def is_name(text: str) -> bool:
 
 def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def apart_bits(objects: Iterable[str], chosen: Collection[str]) -> int:
+    """Return the bits of `Word.APART` for the chosen ones of these objects; from the 64th by name on they share one."""
+    bits = 0
+    for number, name in enumerate(sorted(objects)):
+        bits |= (name in chosen) << min(number, 63)
+    return bits
 
 
 def edges_name(rank: int, world_size: int, number: int) -> str:
