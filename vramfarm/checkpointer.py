@@ -623,7 +623,7 @@ class Checkpointer:
         shared: dict[str, Any] = {}
         own: dict[str, Any] = {}
         told: dict[str, Any] = {}
-        objects = self._training().objects
+        objects = self._training_objects()
         kept_apart = apart.names(self._seat.page, objects)
         for name, thing in objects.items():
             state_of_it, before = thing.state_dict(), len(snapshot.pieces)
@@ -701,7 +701,7 @@ class Checkpointer:
         self._saved = Saved(found.position, found.data_ranks)
         self._places, self._feed = Places(found.places, found.position, found.loader_states, found.orders), None
         if self._world.rank == 0:
-            apart.keep(self._seat.page, self._training().objects, found.apart)
+            apart.keep(self._seat.page, self._training_objects(), found.apart)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
         note = f" of loader {self._places.now + 1}" if self._places.now else note
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"

@@ -70,7 +70,9 @@ class Seat:
         self._arena: StagingMemory | None = None
         self._copying: threading.Thread | None = None
         self._words = page.words
-        self._step_at, self._beat_at = page.index(rank, Slot.STEP), page.index(rank, Slot.BEAT_NS)
+        self._step_at, self._samples_at, self._beat_at = (
+            page.index(rank, slot) for slot in (Slot.STEP, Slot.SAMPLES, Slot.BEAT_NS)
+        )
         self._heard = 0
         self._take()
         self.tend()
@@ -120,7 +122,7 @@ class Seat:
 
     def count(self, samples: int) -> None:
         """Say how many samples are behind us with the step that is finished next."""
-        self._put(Slot.SAMPLES, samples)
+        self._words[self._samples_at] = samples  # in each step of `steps()`
 
     def passes(self, step: int) -> bool:
         """
