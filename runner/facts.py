@@ -229,6 +229,7 @@ class Running:
     told: Mapping[str, Any] = field(default_factory=dict)  # what it found out so far
     has_spoken: bool = True  # it has read its arguments
     stopped_at: datetime | None = None  # since when its process is one that somebody stopped (SIGSTOP)
+    after: Failed | None = None  # how it ended before, where that is why it runs again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.notices import decide_and_tell
+from runner.policy.waiting import Waiting, tell_waiting
 from runner.storage import journal as events
 from runner.storage.journal import Journal
 from vramfarm.protocol import Ref
@@ -61,11 +62,13 @@ Tell = Callable[[Action | Refused | None, Observed, History], None]
 def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
     """Return the last word: how the job ended, or that only this boot did (code 75)."""
     refused: Action | None = None
+    waits: Waiting | None = None
     while True:
         history = journal.history
         seen = world.observe(history)
         history = _remember_first_step(history, seen, journal)
         history = _remember_unusable(history, seen, journal)
+        waits = _note_waiting(waits, tell_waiting(job, history, seen), seen, journal)
         action = decide_and_tell(job, history, seen)
         if isinstance(action, Launch):
             world.check_launch()  # before anybody is told of a launch that cannot be
@@ -113,6 +116,13 @@ def _remember_unusable(history: History, seen: Observed, journal: Journal) -> Hi
     if seen.unusable == history.unusable:
         return history
     return journal.append(events.found_unusable(seen.unusable))
+
+
+def _note_waiting(before: Waiting | None, now: Waiting | None, seen: Observed, journal: Journal) -> Waiting | None:
+    """Once an outage: an hour that is paid for, and in which nothing began, has its line among those of the others."""
+    if now and (before is None or (before.kind, before.since) != (now.kind, now.since)):
+        journal.note(events.waiting(now.line, now.until, seen.now))
+    return now
 
 
 def perform(  # noqa: C901, PLR0912  # one arm an action; assert_never checks that none is missing

@@ -76,6 +76,7 @@ from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
 from runner.policy.notices import tell_vanished
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
+from runner.policy.waiting import Waiting, tell_waiting
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import DAMAGED, WAITING
 
@@ -267,8 +268,13 @@ def eta_s(seen: Observed) -> float | None:
 Refusals = Mapping[TaskKind, Failed]  # that were told last, of tasks that have not succeeded since
 
 
-def changes(before: Observed | None, after: Observed, told: Refusals = MappingProxyType({})) -> Iterator[str]:
-    """What came about between two looks and is worth a line."""
+def changes(
+    before: Observed | None,
+    after: Observed,
+    told: Refusals = MappingProxyType({}),
+    waiting: Waiting | None = None,
+) -> Iterator[str]:
+    """What came about between two looks and is worth a line; with what becomes of it where an attempt waits for the store."""
     if after.log_error and not (before and before.log_error):
         yield f"logs grow beyond logs.max_size, and this disk cannot give back their middle: {after.log_error}"
     old_local = {c.ref for c in before.local} if before else {c.ref for c in after.local}
@@ -288,7 +294,7 @@ def changes(before: Observed | None, after: Observed, told: Refusals = MappingPr
     yield from _limit_near(before, after)
     if after.straggler and before and after.straggler != before.straggler:
         yield after.straggler
-    yield from _task_changes(before, after, told)
+    yield from _task_changes(before, after, told, waiting)
 
 
 def _is_news(before: Progress, after: Progress) -> bool:
@@ -339,7 +345,7 @@ def _lease_change(before: Lease, after: Lease) -> str:
             return ""
 
 
-def _task_changes(before: Observed | None, after: Observed, told: Refusals) -> Iterator[str]:
+def _task_changes(before: Observed | None, after: Observed, told: Refusals, waiting: Waiting | None) -> Iterator[str]:
     for kind, state in after.tasks.items():
         if before is None or state == before.tasks.get(kind):
             continue
@@ -352,6 +358,9 @@ def _task_changes(before: Observed | None, after: Observed, told: Refusals) -> I
                 continue  # with its cure it was said before, of another checkpoint perhaps
             if state.failures > 1 and (state.final or not _is_power_of_two(state.failures)):
                 continue  # said with the first one; a night of them is a dozen lines
+            if waiting and state == waiting.failed:
+                yield f"{waiting.line}, failure {state.failures}" if state.failures > 1 else waiting.line
+                continue
             again = f" (failure {state.failures}; it is tried again)"
             if state.final or kind is TaskKind.PREFLIGHT:
                 every = span(REFUSED_AGAIN.total_seconds())
@@ -511,6 +520,7 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
         "outcome": OUTCOMES[end.code] if over and end else over.outcome if over else None,
         "reason": end.reason if over and end else over.reason if over else None,
         "exit_code": end.code if over and end else code,
+        "waiting": _waiting(job, history, seen),
         "draining": _draining(job, history, seen),
         "afterwards": afterwards(job, around.server, end) or None if end else None,
         "message": message,
@@ -536,6 +546,11 @@ def describe_draining(job: Job, history: History, seen: Observed) -> str:
 def _draining(job: Job, history: History, seen: Observed) -> Mapping[str, Any] | None:
     found = tell_draining(job, history, seen)
     return {"what": found.what, "until": found.until.isoformat()} if found else None
+
+
+def _waiting(job: Job, history: History, seen: Observed) -> Mapping[str, Any] | None:
+    found = tell_waiting(job, history, seen)
+    return {"what": found.line, "until": found.until.isoformat()} if found else None
 
 
 def _last_failure(history: History) -> Mapping[str, Any] | None:

@@ -132,7 +132,7 @@ _SENSE: Final[Mapping[str, Callable[[object], bool]]] = {  # of a bucket: whoeve
     **dict.fromkeys(("updated_at", "deadline_at"), _is_moment),
     **dict.fromkeys(("env_changes", "refusal"), _is_object),
     "spent": partial(_is_object, number="goodput"),
-    "draining": partial(_is_object, moment="until"),
+    **dict.fromkeys(("draining", "waiting"), partial(_is_object, moment="until")),
     "checkpoints": _are_objects,
     "verdict": _is_verdict,
 }
@@ -142,7 +142,8 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
     """A few lines for a person; a field that is missing is left out. `left`: processes that outlived the runner."""
     phase = _phase(status, alive=alive, left=left, now=now)
     yield "  ".join(filter(None, (str(status.get("job", "?")), phase, _progress(status))))
-    if message := status.get("message"):
+    waiting = _waiting(status, alive=alive)
+    if message := waiting or status.get("message"):
         yield f"  {message}"
     if (refusal := status.get("refusal")) and not alive:
         where = f" on {refusal['server']}" if refusal.get("server") else ""
@@ -158,6 +159,13 @@ def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0
     if after := status.get("afterwards"):
         yield f"  {after}"
     yield f"  {_freshness(status, alive=alive, now=now, left=left)}"
+
+
+def _waiting(status: Status, *, alive: bool | None) -> str:
+    """For what of the store an attempt waits, until when, and what then; a runner that is gone waits for nothing."""
+    found = status.get("waiting")
+    is_over = alive is False or status.get("outcome") or status.get("refusal")
+    return str(found.get("what") or "") if isinstance(found, dict) and not is_over else ""
 
 
 def _verdict(verdict: object) -> Iterator[str]:

@@ -22,6 +22,7 @@ from runner.job import Job
 from runner.policy.actions import Accept, Action, End, GoOn, Launch, Refused, TrimLogs, Wait
 from runner.policy.batch import tell_batch
 from runner.policy.scaling import tell_scaling
+from runner.policy.waiting import tell_waiting
 from runner.report import gather_folder, page
 from runner.supervise.logs import Follower
 from runner.words import (
@@ -140,7 +141,7 @@ class Teller:
             else:
                 self._tell_grace(first=True)
         self._echo(history)
-        for line in changes(self._before, seen, self._refusals):
+        for line in changes(self._before, seen, self._refusals, tell_waiting(self._job, history, seen)):
             self._say(line)
         self._refusals = note_refusals(self._refusals, self._before, seen)
         self._tell_progress(seen)

@@ -26,7 +26,7 @@ from runner.policy.ledger import is_void, sum_up
 from runner.policy.limits import limit_at
 from runner.policy.restart import DISK_FULL, GiveUp, Retry, Succeeded, decide_restart
 from runner.policy.resume import NEVER, Fetch, Fork, From, plan_fork, plan_resume, resume_floor, stale_copies
-from runner.policy.slow import STORE_PATIENCE, begin, end_stuck, failure_of, may_write
+from runner.policy.slow import STORE_PATIENCE, begin, end_stuck, failure_of, is_last_word, may_write
 from vramfarm.protocol import Ref
 
 MACHINE, CODE = "machine", "code"  # the two parts of preflight: the second waits for the set-up
@@ -152,7 +152,7 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
     """Have the store's answer; None: it has none, and there is something on this disk to go on with."""
     state = seen.tasks.get(kind)
     if isinstance(state, Failed):
-        if _is_last_word(state, seen):
+        if is_last_word(state, seen):
             return refuse(Outcome.STORE, _with_hint(state), job, seen)
         if seen.local:
             return None  # there is something to go on with; the store is asked again while it trains
@@ -160,14 +160,6 @@ def _answer(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action | 
             waited = STORE_PATIENCE.total_seconds() / 60
             return refuse(Outcome.STORE, f"no answer for {waited:.0f} min: {state.error}", job, seen)
     return begin(kind, subject, seen) or Wait()
-
-
-def _is_last_word(failed: Failed, seen: Observed) -> bool:
-    """
-    Whoever starts a run is told at once what is wrong. A later life has work on this disk, and nobody may be there to
-    read it: what may be cured is an outage then, as it is while it trains.
-    """
-    return failed.final and not (failed.curable and seen.local)
 
 
 def _with_hint(failed: Failed) -> str:
@@ -325,7 +317,7 @@ def _fork(job: Job, seen: Observed, plan: Fork) -> Action:
 def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
     """What a launch cannot do without; a store that is away is waited for."""
     state, failed = seen.tasks.get(kind), failure_of(kind, subject, seen)
-    if failed and (_is_last_word(failed, seen) or seen.now >= (failed.since or failed.at) + STORE_PATIENCE):
+    if failed and (is_last_word(failed, seen) or seen.now >= (failed.since or failed.at) + STORE_PATIENCE):
         reason, is_usage = _with_hint(failed), failed.exit_code == WRONG_JOB
         return refuse_job(reason, job, seen) if is_usage else refuse(Outcome.STORE, reason, job, seen)
     if isinstance(state, Finished) and state.subject == subject:

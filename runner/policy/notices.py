@@ -18,6 +18,7 @@ from runner.policy.actions import EXIT_CODES, Action, Conclude, End, Launch, Lea
 from runner.policy.house import vanished_key
 from runner.policy.lifecycle import decide
 from runner.policy.limits import limit_at
+from runner.policy.waiting import tell_waiting
 
 SENDING: Final = timedelta(seconds=12)  # the end of the job waits so long for a message, no longer
 _HOUR: Final = timedelta(hours=1)
@@ -53,7 +54,7 @@ def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator
         yield from _limit_near(history, seen)
     yield from _save_fails(history, seen)
     if not isinstance(action, End):  # whose reason it is
-        yield from _copies_fail(history, seen)
+        yield from _copies_fail(job, history, seen)
     yield from _vanished(history, seen)
     yield from _ended(history, action)
 
@@ -112,7 +113,11 @@ def _save_fails(history: History, seen: Observed) -> Iterator[Notify]:
         yield from _rarely(history, seen, "save", f"a save failed, training goes on: {seen.progress.save_error}")
 
 
-def _copies_fail(history: History, seen: Observed) -> Iterator[Notify]:
+def _copies_fail(job: Job, history: History, seen: Observed) -> Iterator[Notify]:
+    if waiting := tell_waiting(job, history, seen):
+        if seen.now - waiting.since >= _PATIENCE:
+            yield from _rarely(history, seen, "upload", f"nothing begins without the store: {waiting.line}")
+        return
     for kind in (TaskKind.LEASE, TaskKind.SURVEY, TaskKind.UPLOAD):
         state = seen.tasks.get(kind)
         if isinstance(state, Failed) and (state.final or seen.now - (state.since or state.at) >= _PATIENCE):

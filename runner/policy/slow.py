@@ -70,6 +70,14 @@ def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:
     return state if isinstance(state, Failed) and state.subject == subject else None
 
 
+def is_last_word(failed: Failed, seen: Observed) -> bool:
+    """
+    Whoever starts a run is told at once what is wrong. A later life has work on this disk, and nobody may be there to
+    read it: what may be cured is an outage then, as it is while it trains.
+    """
+    return failed.final and not (failed.curable and seen.local)
+
+
 def retry_at(failed: Failed) -> datetime:
     """
     2 s after the first failure, 4, 8, then every 15 s: the store is tried as long as the run lives.

@@ -134,6 +134,11 @@ def stop_sent(life: str, *, keep: bool, at: datetime) -> Event:
     return {"event": "stop_sent", "life": life, "keep": keep, "at": at.isoformat()}
 
 
+def waiting(line: str, until: datetime, at: datetime) -> Event:
+    """For whoever asks in the morning why nothing began; it changes no decision."""
+    return {"event": "waiting", "what": line, "until": until.isoformat(), "at": at.isoformat()}
+
+
 def notified(key: str, at: datetime) -> Event:
     return {"event": "notified", "key": key, "at": at.isoformat()}
 

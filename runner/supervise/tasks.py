@@ -67,7 +67,8 @@ class TaskBoard:
                 stdin.seek(0)
                 task = self._spawn(kind, argv, stdin)
         self._tasks[kind] = task
-        self._states[kind] = Running(subject=subject, started_at=now, has_spoken=False)
+        after = self._failures.get((kind, subject))
+        self._states[kind] = Running(subject=subject, started_at=now, has_spoken=False, after=after)
 
     def prepare(self, kind: TaskKind, argv: Sequence[str]) -> None:
         """
@@ -152,6 +153,7 @@ class TaskBoard:
             state = replace(state, has_spoken=True)
             if "told" in line:
                 self._failures.pop((kind, state.subject), None)  # it works; a failure to come is the first one
+                state = replace(state, after=None)
         if _is_stopped(task.popen.pid) != bool(state.stopped_at):
             state = replace(state, stopped_at=None if state.stopped_at else now)
         self._states[kind] = state

@@ -559,6 +559,21 @@ def test_status_for_a_person(tmp_path, cli, held_lock):
     assert lines[4].startswith("  as of ")
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_status_says_until_when_a_run_waits_for_its_store(tmp_path, cli, held_lock, lives):
+    """
+    In place of the last line of the log; a runner that is gone waits for nothing.
+    """
+    waiting = {"what": "lease failed: no answer (until 17:52 UTC)", "until": "2026-01-01T17:52:00+00:00"}
+    run_dir = write_run(tmp_path / "llama", waiting=waiting, message="the code is in place")
+    if lives:
+        held_lock(run_dir)
+
+    lines = cli("status").stdout.splitlines()
+
+    assert f"  {waiting['what'] if lives else 'the code is in place'}" == lines[1]
+
+
 def test_status_json_is_the_file_and_whether_the_runner_lives(tmp_path, cli, held_lock):
     """
     A script gets all of it.

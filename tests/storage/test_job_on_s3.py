@@ -3,10 +3,14 @@
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import uuid
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -109,3 +113,42 @@ def test_what_is_not_in_the_bucket_is_said(cloud):
 
     assert 2 == done.returncode
     assert f"error: {at}/other.yaml: expected an object, found none" in done.stderr
+
+
+def test_a_store_that_is_away_at_the_start_is_waited_for_and_until_when_is_said(tmp_path):
+    """
+    In one line, the same in the log, the status and the journal; a SIGTERM ends it before, and nothing was trained.
+    """
+    with socket.socket() as nobody:  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        (tmp_path / "job.yaml").write_text(
+            "name: tiny\ncommand: t.py\nlauncher: command\ncpu_processes: 1\n"
+            f"offload: {{to: 's3://b/runs', endpoint: '{endpoint}'}}\n"
+        )
+        env = os.environ | {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        env |= {"VRAMFARM_WORKSPACE": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+        argv = [sys.executable, "-m", "runner", "run", "--config", str(tmp_path / "job.yaml")]
+        with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, cwd="/") as run:
+            line = next(line for line in run.stderr if "lease of the run failed" in line)
+            status = wait_for(lambda: json.loads(runner(env, "status", "tiny", "--json").stdout)["waiting"])
+            events = runner(env, "events", "tiny", "--json").stdout
+            run.send_signal(signal.SIGTERM)
+            log = run.stderr.read()
+
+    (waiting,) = [event for event in map(json.loads, events.splitlines()) if event["event"] == "waiting"]
+    stamp = datetime.fromisoformat(waiting["until"])
+    assert 75 == run.returncode
+    assert waiting["what"] in line
+    assert waiting["until"] == status["until"]
+    assert f"until {stamp:%H:%M} UTC at the latest, and nothing is trained before; then exit 4" in line
+    assert "launch" not in log
+
+
+def wait_for(look, timeout_s=30):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if found := look():
+            return found
+        time.sleep(0.2)
+    raise AssertionError("it did not come")

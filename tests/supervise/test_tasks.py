@@ -78,12 +78,12 @@ def test_progress_is_seen_while_it_runs(board):
 def test_failures_of_a_subject_are_counted_in_a_row(board):
     """
     A failure carries the number and the beginning of its row; a success, or another subject, begins anew. A refusal
-    after an outage is the first one, and is said.
+    after an outage is the first one, and is said. While it is tried again, what it failed of is known still.
     """
     later = NOW + timedelta(minutes=5)
     fail, succeed = "say(error='503', hint='wait', final=False)", "say(result={})"
     refuse = "say(error='403', hint='check the key', final=True)"
-    counts = []
+    counts, after = [], []
     for code, subject, now in (
         (fail, "a", NOW),
         (fail, "a", later),
@@ -93,10 +93,13 @@ def test_failures_of_a_subject_are_counted_in_a_row(board):
         (fail, "a", later),
     ):
         start(board, code, subject=subject, now=now)
+        before = board._states[TaskKind.UPLOAD].after  # as it was begun: a look might find it ended
+        after.append(before.error if before else None)
         told = ended(board, now)
         counts.append((told.failures, told.since) if isinstance(told, Failed) else None)
 
     assert [(1, NOW), (2, NOW), (1, NOW), (1, later), None, (1, later)] == counts
+    assert [None, "503", "503", None, "403", None] == after
 
 
 def test_a_final_error_is_passed_on(board):
