@@ -44,10 +44,10 @@ from runner.facts import (
 )
 from runner.job import Job, LauncherName
 from runner.policy.comm import TOTAL_S, Setting, judge_trials, next_order
+from runner.policy.findings import ok, refuse, warn
 from runner.policy.fit import judge_fit
 from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topology, link_class, wires
 from runner.policy.preflight import (
-    EXIT_CODE,
     LAUNCHER_MODULES,
     expected_checkpoint,
     judge_container,
@@ -182,31 +182,29 @@ def _all_at_once(checks: Mapping[str, Check], progress: Progress, *, limit_s: fl
 
 def _late(name: str, limit_s: float) -> Finding:
     message = f"{name}: no answer within {limit_s:.0f} s"
-    return Finding(
-        name="time_limit", severity=Severity.WARN, message=message, hint="what hangs here may hang in training"
-    )
+    return warn("time_limit", message, "what hangs here may hang in training")
 
 
 def _caught(name: str, check: Check) -> tuple[Finding, ...]:
     try:
         return tuple(check())
     except MachineError as error:
-        return (Finding(name=name, severity=Severity.REFUSE, message=str(error), hint=error.hint),)
+        return (refuse(name, str(error), error.hint),)
     except OffsiteError as error:
         return (_of_the_store(name, error),)
     except RunnerError as error:
-        return (Finding(name=name, severity=Severity.WARN, message=str(error), hint=error.hint),)
+        return (warn(name, str(error), error.hint),)
     except Exception as error:  # noqa: BLE001  # a check that fails must not keep a job from starting
         if name == "store":  # whoever comes after it fails as well, with nobody there to read it
-            facts = {EXIT_CODE: StoreError.exit_code}
-            return (Finding(name=name, severity=Severity.REFUSE, message=f"store: {error!r}", facts=facts),)
-        return (Finding(name=name, severity=Severity.WARN, message=f"{name}: not checked: {error!r}"),)
+            return (refuse(name, f"store: {error!r}", exit_code=StoreError.exit_code),)
+        return (warn(name, f"{name}: not checked: {error!r}"),)
 
 
 def _of_the_store(name: str, error: OffsiteError) -> Finding:
     """One that refuses us ends any run at its start; one that is away may be back by then."""
-    severity, facts = (Severity.REFUSE, {EXIT_CODE: error.exit_code}) if error.final else (Severity.WARN, {})
-    return Finding(name=name, severity=severity, message=str(error), hint=error.hint, facts=facts)
+    if error.final:
+        return refuse(name, str(error), error.hint, exit_code=error.exit_code)
+    return warn(name, str(error), error.hint)
 
 
 # ------------------------------------------------------------------------------------ cards
@@ -260,7 +258,7 @@ def _links(mission: Mission, sight: _Sight) -> Iterable[Finding]:
             case PeerAccess():
                 yield from judge_peer_access(reading, link=link)
             case Broken(message=message):
-                yield Finding(name="links", severity=Severity.WARN, message=f"nvidia-smi topo: {message}")
+                yield warn("links", f"nvidia-smi topo: {message}")
             case _:
                 pass
 
@@ -373,7 +371,7 @@ def _store(mission: Mission) -> Iterable[Finding]:
         trial = _try_store(mission)
     except OffsiteError as error:
         if error.curable and CheckpointDir(Path(mission.job.checkpoint.dir), Disk()).committed():
-            return (Finding(name="store", severity=Severity.WARN, message=str(error), hint=error.hint),)
+            return (warn("store", str(error), error.hint),)
         raise
     checkpoint = _expected(mission)
     end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
@@ -459,15 +457,15 @@ def _money(mission: Mission) -> Iterable[Finding]:
     if answer.state is ServerState.UNKNOWN:
         hint = "the guardian will not be able to stop it: stop it yourself, or give the right key"
         message = f"server {server.id} cannot be asked: {answer.detail}"
-        yield Finding(name="money", severity=Severity.WARN, message=message, hint=hint)
+        yield warn("money", message, hint)
     else:
         message = f"the key is accepted: server {server.id} can be asked, and stopped"
-        yield Finding(name="money", severity=Severity.OK, message=message)
+        yield ok("money", message)
     if dates and dates[-1]:
         skew = abs((parsedate_to_datetime(dates[-1]) - datetime.now(UTC)).total_seconds())
         if skew > 300:  # noqa: PLR2004  # what certificates and stores forgive
             message = f"this machine's clock is {skew:.0f} s off the provider's"
-            yield Finding(name="money", severity=Severity.WARN, message=message, hint="tell support: limits go by it")
+            yield warn("money", message, "tell support: limits go by it")
 
 
 def _software(mission: Mission) -> Iterable[Finding]:

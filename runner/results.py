@@ -26,6 +26,7 @@ from runner.facts import (
     Vacancy,
 )
 from runner.policy import ledger
+from runner.policy.findings import warn
 from runner.policy.lease import Pace, may_write
 from runner.policy.preflight import decide_verdict
 from runner.supervise import process
@@ -54,8 +55,7 @@ class Checked:
 def _findings(state: Finished | Failed) -> tuple[Finding, ...]:
     """A task that died has found nothing out: that is said, and refuses nothing."""
     if isinstance(state, Failed):
-        message = f"not checked: {state.error}"
-        return (Finding(name="time_limit", severity=Severity.WARN, message=message),)
+        return (warn("time_limit", f"not checked: {state.error}"),)
     return tuple(parse_finding(fields) for fields in state.result.get("findings", ()))
 
 

@@ -17,7 +17,8 @@ from runner.cli.load import load_job
 from runner.cli.loop import find_out, find_wrong
 from runner.cli.naming import add_job, named_job
 from runner.cli.output import out, out_json
-from runner.facts import Finding, Preflight, Severity, Verdict
+from runner.facts import Preflight, Severity, Verdict
+from runner.policy.findings import refuse
 from runner.policy.limits import deadline
 from runner.policy.preflight import decide_verdict, exit_code_of
 from runner.preflight import Mission, look_at_code, look_at_machine
@@ -74,7 +75,7 @@ def _look(setting: Setting, env: dict[str, str]) -> Preflight:
         server=setting.server,
         deadline_at=deadline(job.limits, datetime.now(UTC), setting.server),
     )
-    refused = [Finding(name="cards", severity=Severity.REFUSE, message=setting.refusal)] if setting.refusal else []
+    refused = [refuse("cards", setting.refusal)] if setting.refusal else []
     findings = [*refused, *look_at_machine(mission), *(look_at_code(mission) if code.is_dir() else ())]
     return decide_verdict(findings, users={*job.env, *job.secrets, *env})
 

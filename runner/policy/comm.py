@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runner.facts import BusBandwidth, Finding, Severity, Trial, TrialEnding
+from runner.policy.findings import ok
 from runner.policy.readings import BandwidthVerdict, judge_bandwidth
 from runner.policy.wires import Wire
 
@@ -194,7 +195,7 @@ def _alone(whole: Sequence[Trial], setting: Setting) -> Finding:
     """Of one card, or of cards that did not get as far as talking."""
     last = whole[-1]
     if last.ending is TrialEnding.GOOD:
-        return Finding(name="torch", severity=Severity.OK, message=f"the card computes{_version(last)}")
+        return ok("torch", f"the card computes{_version(last)}")
     hint = "an image whose torch fits this driver and card, or another machine"
     what = "the card cannot" if setting.num < _PAIR else "not every card can"
     severity = Severity.REFUSE if len(whole) > 1 else Severity.WARN

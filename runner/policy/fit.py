@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from runner.facts import Finding, Severity
+from runner.facts import Finding
 from runner.job import Job
 from runner.policy.batch import accumulation
+from runner.policy.findings import ok, warn
 from runner.policy.fleet import strategy_name
 from runner.policy.planning import CONTEXT_BYTES, GB, cheapest, fits, memory, workload
 
@@ -23,11 +24,11 @@ def judge_fit(job: Job, *, num_procs: int, card_bytes: int) -> tuple[Finding, ..
         f"({per_card} x {work.sequence} tokens at once)"
     )
     if fits(work, num_procs, card_bytes):
-        return (Finding(name=_NAME, severity=Severity.OK, message=told),)
+        return (ok(_NAME, told),)
     found = cheapest(work, num_procs, card_bytes)
     cure = "a smaller per_card, shorter sequences, an 8-bit optimizer, or bigger cards"
     if found is not None:
         offload = " with the optimizer in system memory" if found.offload else ""
         cure = f"{strategy_name(found.strategy)}{offload} fits here"
     message = f"{told}: out of memory within the first steps"
-    return (Finding(name=_NAME, severity=Severity.WARN, message=message, hint=cure),)
+    return (warn(_NAME, message, cure),)

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
-from runner.facts import Fabric, FabricState, Finding, Pair, PeerAccess, Severity, Topology
+from runner.facts import Fabric, FabricState, Finding, Pair, PeerAccess, Topology
+from runner.policy.findings import ok, refuse, swap, warn
 from runner.policy.wires import SHARDED_STEP_GB, Wire, floor, possible_wires
 
 _PCIE: Final = ("SYS", "SOC", "NODE", "PHB", "PXB", "PIX")  # weakest first
@@ -86,19 +87,15 @@ def _describe(topology: Topology) -> Finding:
     weakest = weakest_link(topology.pairs)
     match link_class(topology):
         case LinkClass.NONE | LinkClass.UNKNOWN:
-            return Finding("links", Severity.REFUSE, "no card was found", "start the container with --gpus all")
+            return refuse("links", "no card was found", "start the container with --gpus all")
         case LinkClass.SINGLE:
-            return Finding("links", Severity.OK, "one card: nothing has to travel between cards")
+            return ok("links", "one card: nothing has to travel between cards")
         case LinkClass.NVLINK:
             message = f"every pair is linked by NVLink, {weakest} at the least: any strategy will do; {_SHARDED} takes a fraction of a second"
-            return Finding("links", Severity.OK, message)
+            return ok("links", message)
         case LinkClass.PCIE:
-            return Finding(
-                "links",
-                Severity.WARN if _is_far(weakest) else Severity.OK,
-                f"no NVLink: {_over_pcie(weakest)}",
-                _PCIE_HINT,
-            )
+            told = warn if _is_far(weakest) else ok
+            return told("links", f"no NVLink: {_over_pcie(weakest)}", _PCIE_HINT)
         case LinkClass.MIXED:
             return _mixed(topology, weakest)
 
@@ -118,12 +115,10 @@ def _mixed(topology: Topology, weakest: str | None) -> Finding:
     together = groups(topology)
     if len(together) == 1:
         message = "NVLink reaches every card, not every pair directly: rings go over NVLink, other traffic between distant cards is slower"
-        return Finding("links", Severity.OK, message)
+        return ok("links", message)
     told = ", ".join("-".join(map(str, group)) for group in together)
     message = f"NVLink joins the cards {told} only; between these groups {_over_pcie(weakest)}"
-    return Finding(
-        "links", Severity.WARN, message, "shard within a group (HYBRID_SHARD), or use the cards of one group"
-    )
+    return warn("links", message, "shard within a group (HYBRID_SHARD), or use the cards of one group")
 
 
 def _expect(topology: Topology) -> Finding | None:
@@ -139,21 +134,16 @@ def _expect(topology: Topology) -> Finding | None:
     about = f"{told}: an" if told else "an"
     basis = "" if lowest.sourced else ", which is derived from the line rate"
     message = f"{about} all-reduce of 1 GiB is suspicious below {lowest.gb_per_s:g} GB/s of bus bandwidth{basis}"
-    return Finding("links.expected", Severity.OK, message)
+    return ok("links.expected", message)
 
 
 def _odd(topology: Topology) -> Iterable[Finding | None]:
     if topology.hides_nvlink:
         message = "this view (topo -mp) shows PCIe paths only: NVLink may be there and is hidden"
-        yield Finding("links.view", Severity.WARN, message, "read `nvidia-smi topo -m`")
+        yield warn("links.view", message, "read `nvidia-smi topo -m`")
     if topology.doubtful:
         told = ", ".join(f"{one}-{other}" for one, other, _ in topology.doubtful)
-        yield Finding(
-            "links.doubtful",
-            Severity.WARN,
-            f"the pairs {told} are told differently from either side",
-            "read it once more",
-        )
+        yield warn("links.doubtful", f"the pairs {told} are told differently from either side", "read it once more")
     yield _uneven(topology)
 
 
@@ -167,33 +157,23 @@ def _uneven(topology: Topology) -> Finding | None:
     worst = [gpu for gpu, times in short.items() if times == max(short.values())]
     told = ", ".join(f"GPU{gpu}" for gpu in sorted(worst))
     message = f"NVLink is uneven, {weakest_link(topology.pairs)} where others have NV{most}: links of {told} are down"
-    return Finding("links.uneven", Severity.WARN, message, "swap this machine and tell support")
+    return warn("links.uneven", message, "swap this machine and tell support")
 
 
 def judge_peer_access(access: PeerAccess, *, link: LinkClass | None = None) -> tuple[Finding, ...]:
     """Whether cards read each other's memory. Without it data goes through system memory, and /dev/shm."""
     denied = [(one, other, status) for one, other, status in access.pairs if status != "OK"]
     if not access.pairs:
-        return (Finding("p2p", Severity.OK, "one card: there is no peer to read from"),)
+        return (ok("p2p", "one card: there is no peer to read from"),)
     if not denied:
-        return (
-            Finding(
-                "p2p",
-                Severity.OK,
-                "every pair may read the other's memory; only a communication test proves that it works",
-            ),
-        )
+        return (ok("p2p", "every pair may read the other's memory; only a communication test proves that it works"),)
     told = ", ".join(f"{one}-{other} ({_WHY.get(status, status)})" for one, other, status in denied[:6])
     more = f" and {len(denied) - 6} more" if len(denied) > 6 else ""  # noqa: PLR2004  # as many as are named
     message = f"no peer access: {told}{more}; data between them goes through system memory"
     if link is LinkClass.NVLINK:
-        return (
-            Finding(
-                "p2p", Severity.REFUSE, f"{message}, although NVLink is there", "swap this machine and tell support"
-            ),
-        )
+        return (swap("p2p", f"{message}, although NVLink is there"),)
     hint = "usual on consumer cards: inference and DDP on small models are fine, ZeRO-3 and FULL_SHARD on large ones are slow"
-    return (Finding("p2p", Severity.WARN, message, hint),)
+    return (warn("p2p", message, hint),)
 
 
 _WHY: Final = {
@@ -219,33 +199,22 @@ def judge_fabric(fabric: Fabric) -> tuple[Finding, ...]:
     """A fabric that is not ready is `system not yet initialized` in CUDA: nothing in the container mends it."""
     unready = [(at, card) for at, card in enumerate(fabric.cards) if _applies(card) and not _is_ready(card)]
     if not fabric_applies(fabric):
-        return (Finding("fabric", Severity.OK, "these cards have no NVLink fabric to join"),)
+        return (ok("fabric", "these cards have no NVLink fabric to join"),)
     if not unready:
-        limited = any(card.health.lower() == "limited capacity" for card in fabric.cards)
         message = "every card has joined the NVLink fabric"
-        return (
-            Finding(
-                "fabric",
-                Severity.WARN if limited else Severity.OK,
-                f"{message}, with limited capacity" if limited else message,
-            ),
-        )
+        if any(card.health.lower() == "limited capacity" for card in fabric.cards):
+            return (warn("fabric", f"{message}, with limited capacity"),)
+        return (ok("fabric", message),)
     at, card = unready[0]
     detail = ", ".join(
         filter(None, (f"state {card.state}", card.status and f"status {card.status}", card.health, *card.troubles))
     )
     message = f"{len(unready)} of {len(fabric.cards)} cards are not ready in the NVLink fabric; card {at}: {detail}"
     if all(card.recovering for _, card in unready):
-        return (
-            Finding(
-                "fabric",
-                Severity.WARN,
-                f"{message}: it is recovering",
-                "wait a minute and read again; if it stays, swap this machine",
-            ),
-        )
+        hint = "wait a minute and read again; if it stays, swap this machine"
+        return (warn("fabric", f"{message}: it is recovering", hint),)
     hint = "the host's fabric manager is down or a link is broken (CUDA says 'system not yet initialized'): swap this machine and tell support"
-    return (Finding("fabric", Severity.REFUSE, message, hint),)
+    return (refuse("fabric", message, hint),)
 
 
 def _applies(card: FabricState) -> bool:

@@ -28,6 +28,7 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import AtEnd, FrameworkName, Job, LauncherName
+from runner.policy.findings import EXIT_CODE, ok, refuse, swap, warn
 from runner.policy.links import judge_fabric
 from runner.policy.planning import SHARDED, Strategy, checkpoint_bytes, workload
 from runner.policy.readings import judge_shared_memory
@@ -138,9 +139,6 @@ CHECKS: Final[Mapping[str, Check]] = {
 # ----------------------------------------------------------------------------------- verdict
 
 
-EXIT_CODE: Final = "exit_code"  # the fact of a finding that refuses, and not because of the machine
-
-
 def decide_verdict(findings: Iterable[Finding], *, users: Collection[str] = ()) -> Preflight:
     """What the findings come to. A variable that is set already (`users`: the names) is never changed."""
     found = _acquitted(tuple(findings))
@@ -214,7 +212,7 @@ def _acquitted(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 def judge_report(report: CardReport | None, job: Job) -> tuple[Finding, ...]:
     """Cards that are broken, busy, held back or unlike."""
     if report is None or not report.cards:
-        return (_ok("cards", "no card here; the job runs on the processor"),)
+        return (ok("cards", "no card here; the job runs on the processor"),)
     found = [_describe(report, job), *_health(report.cards), *_busy(report.cards), *_speed(report.cards)]
     fabric = Fabric(cards=tuple(card.fabric for card in report.cards if card.fabric))
     return (*found, *(judge_fabric(fabric) if fabric.cards else ()))
@@ -226,27 +224,27 @@ def _describe(report: CardReport, job: Job) -> Finding:
     told = f"{len(cards)} x {kinds[0]}, driver {report.driver}, CUDA {report.cuda} at most"
     if len(kinds) > 1 and (job.cards == "all" or job.cards > 1):
         hint = "the slowest card, and the smallest memory, set the pace for all"
-        return _warn("cards", f"cards differ: {', '.join(kinds)}", hint)
-    return _ok("cards", told)
+        return warn("cards", f"cards differ: {', '.join(kinds)}", hint)
+    return ok("cards", told)
 
 
 def _health(cards: tuple[CardState, ...]) -> Iterable[Finding]:
     for card in cards:
         who = f"card {card.index}"
         if card.remap_failed:
-            yield _swap("cards.health", f"{who}: a broken row of its memory could not be replaced")
+            yield swap("cards.health", f"{who}: a broken row of its memory could not be replaced")
         elif card.remap_pending:
-            yield _warn("cards.health", f"{who}: a broken row of its memory waits for a reset to be replaced")
+            yield warn("cards.health", f"{who}: a broken row of its memory waits for a reset to be replaced")
         if card.recovery:
-            told = _swap if re.search("reset|reboot", card.recovery.lower()) else _warn
+            told = swap if re.search("reset|reboot", card.recovery.lower()) else warn
             yield told("cards.health", f"{who}: the driver asks for {card.recovery!r} since an error")
         if card.uncorrected:
             hint = "if training fails with an ECC error, swap this machine and tell support"
-            yield _warn("cards.health", f"{who}: {card.uncorrected} uncorrectable memory errors since its start", hint)
+            yield warn("cards.health", f"{who}: {card.uncorrected} uncorrectable memory errors since its start", hint)
         if card.compute_mode.lower() == "prohibited":
-            yield _swap("cards.health", f"{who}: its compute mode is Prohibited, nothing may run on it")
+            yield swap("cards.health", f"{who}: its compute mode is Prohibited, nothing may run on it")
         if card.mig:
-            yield _warn("cards.health", f"{who}: MIG is on, NCCL does not work between slices of a card")
+            yield warn("cards.health", f"{who}: MIG is on, NCCL does not work between slices of a card")
 
 
 def _busy(cards: tuple[CardState, ...]) -> Iterable[Finding]:
@@ -255,20 +253,20 @@ def _busy(cards: tuple[CardState, ...]) -> Iterable[Finding]:
             continue
         who = f": {', '.join(card.processes[:3])}" if card.processes else ""
         used = f"{card.used_bytes / _GIB:.1f} GiB"
-        yield _warn("cards.busy", f"card {card.index} is in use, {used}{who}", "end it, if it is yours")
+        yield warn("cards.busy", f"card {card.index} is in use, {used}{who}", "end it, if it is yours")
 
 
 def _speed(cards: tuple[CardState, ...]) -> Iterable[Finding]:
     for card in cards:
         limit, default = card.power_limit_w, card.power_default_w
         if limit and default and limit < _CAPPED * default:
-            yield _warn("cards.speed", f"card {card.index} may draw {limit:.0f} W of its {default:.0f} W: it is slower")
+            yield warn("cards.speed", f"card {card.index} may draw {limit:.0f} W of its {default:.0f} W: it is slower")
         if card.slowdowns:
-            yield _warn("cards.speed", f"card {card.index} is held back now: {', '.join(card.slowdowns)}")
+            yield warn("cards.speed", f"card {card.index} is held back now: {', '.join(card.slowdowns)}")
         link = card.pcie
         if link and link.width and link.width_max and link.width < link.width_max:
             message = f"card {card.index}: its PCIe link has {link.width} lanes of {link.width_max}"
-            yield _warn("cards.speed", message, "loading data is slower there; it may widen under load")
+            yield warn("cards.speed", message, "loading data is slower there; it may widen under load")
 
 
 _XIDS: Final[Mapping[int, str]] = {
@@ -288,7 +286,7 @@ def judge_xids(xids: Iterable[tuple[str, int]]) -> tuple[Finding, ...]:
     """Only what speaks of broken hardware: most numbers are faults of programs."""
     told = [f"{where}: Xid {number}, {_XIDS[number]}" for where, number in xids if number in _XIDS]
     hint = "it may be cured; if training fails the same way, swap this machine and tell support"
-    return (_warn("cards.log", f"the kernel's log has {'; '.join(told[:4])}", hint),) if told else ()
+    return (warn("cards.log", f"the kernel's log has {'; '.join(told[:4])}", hint),) if told else ()
 
 
 def judge_strategy(job: Job, *, nvlink: bool, num_procs: int) -> tuple[Finding, ...]:
@@ -296,7 +294,7 @@ def judge_strategy(job: Job, *, nvlink: bool, num_procs: int) -> tuple[Finding, 
     if job.model is None or nvlink or num_procs < 2 or Strategy(job.model.strategy) not in SHARDED:  # noqa: PLR2004  # a pair
         return ()
     message = f"{job.model.strategy} sends the weights at every step, and there is no NVLink: the cards will wait"
-    return (_warn("links", message, "zero2 or fsdp_shard_grad_op where it fits, or a machine with SXM cards"),)
+    return (warn("links", message, "zero2 or fsdp_shard_grad_op where it fits, or a machine with SXM cards"),)
 
 
 # -------------------------------------------------------------------------------- the machine
@@ -321,23 +319,23 @@ def _memory(host: Host, card_bytes: int, checkpoint: int | None) -> Finding:
     limited = host.memory_limit_bytes is not None and host.memory_limit_bytes < (host.memory_bytes or 1 << 62)
     usable = host.memory_limit_bytes if limited else host.memory_bytes
     if usable is None:
-        return _ok("memory", "the size of the system memory is not told")
+        return ok("memory", "the size of the system memory is not told")
     told = f"{usable / _GIB:.1f} GiB of system memory" + (" (the container's limit)" if limited else "")
     hint = "give the container a higher --memory" if limited else "a machine with more memory: at least the cards' own"
     if checkpoint and usable < checkpoint:
-        return _warn("memory", f"{told}: a save stages {_gb(checkpoint)} in it, and does not fit", hint)
+        return warn("memory", f"{told}: a save stages {_gb(checkpoint)} in it, and does not fit", hint)
     if card_bytes and usable < card_bytes:
-        return _warn("memory", f"{told}, less than the cards' {card_bytes / _GIB:.0f} GiB together", hint)
-    return _ok("memory", told)
+        return warn("memory", f"{told}, less than the cards' {card_bytes / _GIB:.0f} GiB together", hint)
+    return ok("memory", told)
 
 
 def _limits(host: Host, card_bytes: int) -> Iterable[Finding]:
     wanted = _OPEN_FILES if card_bytes else _FEW_FILES
     if host.open_files is not None and host.open_files < wanted:
         message = f"a process may open {host.open_files} files: data workers and ranks need more"
-        yield _warn("limits", message, "docker run --ulimit nofile=65536:65536")
+        yield warn("limits", message, "docker run --ulimit nofile=65536:65536")
     if card_bytes and host.memlock_bytes is not None and host.memlock_bytes < _LEAST_MEMLOCK:
-        yield _ok("limits", f"locked memory is limited to {host.memlock_bytes // 1024} KiB; InfiniBand would need more")
+        yield ok("limits", f"locked memory is limited to {host.memlock_bytes // 1024} KiB; InfiniBand would need more")
 
 
 def share_cores(cores: int, num_procs: int) -> int:
@@ -350,12 +348,12 @@ def _cores(host: Host, num_procs: int, card_bytes: int) -> Finding:
     threads = share_cores(host.cores, num_procs)
     told = f"{host.cores} cores for {num_procs} processes{nodes}, OMP_NUM_THREADS={threads} where it is not set"
     if card_bytes and host.cores < _CORES_A_CARD * num_procs:
-        return _warn(
+        return warn(
             "cores",
             f"{told}: fewer than {_CORES_A_CARD} a card, data loading may hold the cards up",
             "fewer num_workers",
         )
-    return _ok("cores", told)
+    return ok("cores", told)
 
 
 # ---------------------------------------------------------------------------- disk and store
@@ -374,14 +372,14 @@ def judge_disk(rate: DiskRate, job: Job, checkpoint: int | None) -> tuple[Findin
     keep = job.checkpoint.keep_last
     if not rate.is_volume:
         message = f"{rate.folder} is in the container's own layer ({rate.kind}): it goes with the container"
-        found.append(_warn("disk", message, "mount a volume at /workspace"))
+        found.append(warn("disk", message, "mount a volume at /workspace"))
     needed = checkpoint * (keep + 2) if checkpoint else 0
     if needed > rate.free_bytes:
         message = f"{rate.folder}: {_gb(rate.free_bytes)} free, {keep} + 2 checkpoints of {_gb(checkpoint or 0)} need {_gb(needed)}"
-        found.append(_warn("disk", message, "a larger disk, or a smaller checkpoint.keep_last"))
+        found.append(warn("disk", message, "a larger disk, or a smaller checkpoint.keep_last"))
     found += _too_slow("disk", "writes", rate.rate, job, checkpoint)
     if not found:
-        found.append(_ok("disk", f"{rate.folder}: {_gb(rate.free_bytes)} free, {_rate(rate.rate)} synced"))
+        found.append(ok("disk", f"{rate.folder}: {_gb(rate.free_bytes)} free, {_rate(rate.rate)} synced"))
     return tuple(found)
 
 
@@ -395,8 +393,7 @@ def judge_store_place(job: Job, server: Server | None, *, shares_disk: bool, is_
         f"{job.offload.to} is on the disk of this run, which goes with the server: is the store's own disk mounted?"
     )
     hint = "mount it, or name an s3:// store; if that disk outlives the server (a network volume): offload.outlives_server: true"
-    facts = {EXIT_CODE: StoreError.exit_code}
-    return (Finding(name="store", severity=Severity.REFUSE, message=message, hint=hint, facts=facts),)
+    return (refuse("store", message, hint, exit_code=StoreError.exit_code),)
 
 
 def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Finding, ...]:
@@ -404,27 +401,27 @@ def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Fi
     found = []
     if not trial.deletes:
         hint = "the store fills up; let these credentials delete, or remove old checkpoints yourself"
-        found.append(_warn("store", f"{trial.address} does not let us delete: old checkpoints stay", hint))
+        found.append(warn("store", f"{trial.address} does not let us delete: old checkpoints stay", hint))
     if missing := trial.missing_rights:
         anew = "" if missing == ("s3:AbortMultipartUpload",) else "an upload that was killed begins anew, and "
         message = (
             f"{trial.address}: the key lacks {', '.join(missing)}: {anew}what is left half sent may stay and cost money"
         )
         hint = "give it these rights (docs/store.md), or end unfinished uploads by a lifecycle rule"
-        found.append(_warn("store", message, hint))
+        found.append(warn("store", message, hint))
     if not trial.is_exclusive:
         message = (
             f"{trial.address} replaces what it was asked not to (conditional writes): two machines could write one run"
         )
-        found.append(_warn("store", message, "never start this job on two machines at once"))
+        found.append(warn("store", message, "never start this job on two machines at once"))
     if abs(trial.skew_s) > _SKEW_S:
         message = f"the clocks of this machine and the store are {abs(trial.skew_s):.0f} s apart"
-        found.append(_warn("store", message, "stores refuse requests from 15 minutes on: tell support"))
+        found.append(warn("store", message, "stores refuse requests from 15 minutes on: tell support"))
     if trial.rate:
         found += _too_slow("store", "takes", trial.rate, job, checkpoint)
     if not found:
         lacks = f"; {trial.lacks}" if trial.lacks else ""
-        found.append(_ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{lacks}"))
+        found.append(ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{lacks}"))
     return tuple(found)
 
 
@@ -439,7 +436,7 @@ def _too_slow(name: str, verb: str, rate: float, job: Job, checkpoint: int | Non
     minutes = f"{every / 60:.0f} min" if every >= 60 else f"{every:.0f} s"  # noqa: PLR2004
     message = f"a {_gb(checkpoint)} checkpoint every {minutes} needs {_rate(needed)}; the {name} {verb} {_rate(rate)}"
     longer = -(-checkpoint // max(rate, 1)) // 60 + 1
-    return [_warn(name, message, f"checkpoint.save_interval: {longer:.0f}m or more")]
+    return [warn(name, message, f"checkpoint.save_interval: {longer:.0f}m or more")]
 
 
 # ---------------------------------------------------------------------------- software, money
@@ -451,7 +448,7 @@ def judge_container(first: str, *, is_container: bool) -> tuple[Finding, ...]:
         return ()
     ours = "vramfarm-runner" in first or "entrypoint.sh" in first or "runner.guardian" in first
     told = "the image's own entrypoint" if ours else f"another program ({first[:60]}): this was started by hand"
-    return (_ok("container", f"PID 1 is {told}"),)
+    return (ok("container", f"PID 1 is {told}"),)
 
 
 def judge_software(  # noqa: PLR0913  # what was found, one each
@@ -469,33 +466,33 @@ def judge_software(  # noqa: PLR0913  # what was found, one each
     """What the script will not find. `keys`: services whose key lies in a file; `taken`: ports."""
     found = []
     if problem:
-        found.append(_warn("software", f"the script cannot be looked at: {problem}"))
-    found += [_warn("software", f"{path} is named in the command, and is not there") for path in absent]
+        found.append(warn("software", f"the script cannot be looked at: {problem}"))
+    found += [warn("software", f"{path} is named in the command, and is not there") for path in absent]
     if missing:
         message = f"modules that the training python does not have: {', '.join(sorted(missing))}"
-        found.append(_warn("software", message, "install them in `setup`, or in the image"))
-    found += [_warn("software", f"{path} hides the module of that name", "rename it") for path in hidden]
+        found.append(warn("software", message, "install them in `setup`, or in the image"))
+    found += [warn("software", f"{path} hides the module of that name", "rename it") for path in hidden]
     if "wandb" in imports and not {"WANDB_API_KEY", "WANDB_MODE"} & env.keys() and "wandb" not in keys:
         hint = "name WANDB_API_KEY in `secrets` to see it on the web; `wandb sync` sends it later"
         found.append(
-            _warn("software", "the script uses W&B and there is no key: it writes to disk (WANDB_MODE=offline)", hint)
+            warn("software", "the script uses W&B and there is no key: it writes to disk (WANDB_MODE=offline)", hint)
         )
     if (
         {"transformers", "datasets", "huggingface_hub"} & set(imports)
         and "HF_TOKEN" not in env
         and "huggingface" not in keys
     ):
-        found.append(_ok("software", "no HF_TOKEN: gated models of Hugging Face will be refused"))
+        found.append(ok("software", "no HF_TOKEN: gated models of Hugging Face will be refused"))
     if _is_of_hugging_face(job) and "enable_jit_checkpoint" not in job.command:
         found.append(
-            _ok(
+            ok(
                 "software",
                 "the Trainer saves every save_steps only; with enable_jit_checkpoint (transformers 5 and newer) it saves "
                 "when it is asked to leave, too",
             )
         )
-    found += [_warn("software", f"port {port} is taken, and {job.launcher} will want it") for port in taken]
-    return tuple(found) or (_ok("software", "what the script imports is there"),)
+    found += [warn("software", f"port {port} is taken, and {job.launcher} will want it") for port in taken]
+    return tuple(found) or (ok("software", "what the script imports is there"),)
 
 
 def _is_of_hugging_face(job: Job) -> bool:
@@ -523,7 +520,7 @@ def judge_end(
     if takes * 4 < left:
         return ()
     message = f"the last upload takes about {takes.total_seconds() / 60:.0f} min of the {left.total_seconds() / 60:.0f} min until the deadline"
-    return (_warn("money", message, "a later limit, or a faster store"),)
+    return (warn("money", message, "a later limit, or a faster store"),)
 
 
 # ----------------------------------------------------------------------------------- helpers
@@ -535,15 +532,3 @@ def _gb(num_bytes: float) -> str:
 
 def _rate(rate: float) -> str:
     return f"{rate / 1e6:.0f} MB/s"
-
-
-def _ok(name: str, message: str) -> Finding:
-    return Finding(name=name, severity=Severity.OK, message=message)
-
-
-def _warn(name: str, message: str, hint: str = "") -> Finding:
-    return Finding(name=name, severity=Severity.WARN, message=message, hint=hint)
-
-
-def _swap(name: str, message: str) -> Finding:
-    return Finding(name=name, severity=Severity.REFUSE, message=message, hint="swap this machine and tell support")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, assert_never
@@ -20,6 +20,7 @@ from runner.facts import (
     SharedMemory,
     Topology,
 )
+from runner.policy.findings import ok, refuse, warn
 from runner.policy.links import judge_fabric, judge_peer_access, judge_topology
 from runner.policy.wires import (
     DEAD_BELOW,
@@ -54,11 +55,8 @@ def judge(reading: Reading) -> tuple[Finding, ...]:  # noqa: PLR0911  # one for 
         case BusBandwidth():
             return judge_bandwidth(reading).findings
         case Broken():
-            return (
-                Finding(
-                    "reading", Severity.REFUSE if reading.no_cards else Severity.WARN, reading.message, reading.hint
-                ),
-            )
+            told = refuse if reading.no_cards else warn
+            return (told("reading", reading.message, reading.hint),)
     assert_never(reading)
 
 
@@ -93,16 +91,14 @@ def judge_shared_memory(memory: SharedMemory) -> tuple[Finding, ...]:
     asked = f" ({_size(memory.need_bytes)} at once)" if memory.need_bytes else ""
     match shared_memory_verdict(memory):
         case ShmVerdict.OK:
-            return (Finding("shared_memory", Severity.OK, f"{told}: enough for NCCL and loader workers"),)
+            return (ok("shared_memory", f"{told}: enough for NCCL and loader workers"),)
         case ShmVerdict.FULL:
             hint = "remove what earlier runs left there (ls /dev/shm), or stop what uses it"
-            return (
-                Finding("shared_memory", Severity.WARN, f"{told}, {_size(memory.free_bytes)} free: it is full", hint),
-            )
+            return (warn("shared_memory", f"{told}, {_size(memory.free_bytes)} free: it is full", hint),)
         case ShmVerdict.TOO_SMALL | ShmVerdict.TOO_SMALL_AND_FULL:
             message = f"{told}{asked}: expected {_size(_SHARED_MEMORY_NEED)} or more; NCCL and loader workers will fail with a bus error"
             hint = "start the container with --ipc=host or --shm-size=16g; where that cannot be done: fewer num_workers, NCCL_SHM_DISABLE=1"
-            return (Finding("shared_memory", Severity.WARN, message, hint),)
+            return (warn("shared_memory", message, hint),)
 
 
 class LimitVerdict(StrEnum):
@@ -121,17 +117,11 @@ def memory_limit_verdict(limit: MemoryLimit) -> LimitVerdict:
 def judge_memory_limit(limit: MemoryLimit) -> tuple[Finding, ...]:
     """What counts for checkpoint staging and loaders is the limit, not what `free` shows."""
     if limit.limit_bytes is None:
-        return (
-            Finding(
-                "memory_limit", Severity.OK, "the container's memory has no limit of its own: the machine's counts"
-            ),
-        )
+        return (ok("memory_limit", "the container's memory has no limit of its own: the machine's counts"),)
     used = f", {_size(limit.current_bytes)} in use" if limit.current_bytes is not None else ""
     host = f"; `free` shows the host's {_size(limit.host_bytes)}, which cannot be used" if limit.host_bytes else ""
     hint = "keep it at or above the cards' memory taken together: checkpoints are staged in it"
-    return (
-        Finding("memory_limit", Severity.OK, f"the container may use {_size(limit.limit_bytes)}{used}{host}", hint),
-    )
+    return (ok("memory_limit", f"the container may use {_size(limit.limit_bytes)}{used}{host}", hint),)
 
 
 # ------------------------------------------------------------------------------------- cards
@@ -140,35 +130,22 @@ def judge_memory_limit(limit: MemoryLimit) -> tuple[Finding, ...]:
 def judge_cards(table: CardTable) -> tuple[Finding, ...]:
     """Cards that are lost, cards that differ, and PCIe links that are narrower than card and slot allow."""
     found = [
-        Finding("cards", Severity.REFUSE, problem, "swap this machine: only its owner can reset the card")
-        for problem in table.problems
+        refuse("cards", problem, "swap this machine: only its owner can reset the card") for problem in table.problems
     ]
     if not found:
         names = sorted(set(table.names))
         told = f": {', '.join(names)}" if names else ""
-        severity = Severity.WARN if len(names) > 1 else Severity.OK
-        found.append(Finding("cards", severity, f"{len(table.rows)} card{'s' if len(table.rows) != 1 else ''}{told}"))
+        say = warn if len(names) > 1 else ok
+        found.append(say("cards", f"{len(table.rows)} card{'s' if len(table.rows) != 1 else ''}{told}"))
     if table.silent_rows:
         message = f"{table.silent_rows} lines hold nothing but errors"
-        found.append(
-            Finding(
-                "cards.silent",
-                Severity.WARN,
-                message,
-                "ask once at a time, without -l; if it stays, the card is in trouble",
-            )
-        )
+        hint = "ask once at a time, without -l; if it stays, the card is in trouble"
+        found.append(warn("cards.silent", message, hint))
     narrow = [at for at, link in enumerate(table.pcie) if link.width and link.width_max and link.width < link.width_max]
     if narrow:
         message = f"the PCIe link of card {', '.join(map(str, narrow))} is narrower than its slot allows"
-        found.append(
-            Finding(
-                "cards.pcie",
-                Severity.WARN,
-                message,
-                "loading data is slower there; read it again under load before judging",
-            )
-        )
+        hint = "loading data is slower there; read it again under load before judging"
+        found.append(warn("cards.pcie", message, hint))
     return tuple(found)
 
 
@@ -287,29 +264,15 @@ def _well(told: str, lowest: Floor | None) -> Finding:
     against = (
         f"suspicious would be less than {lowest.gb_per_s:g}" if lowest else "no figure is known to compare it with"
     )
-    return Finding("bandwidth", Severity.OK, f"{told}: {against}")
+    return ok("bandwidth", f"{told}: {against}")
 
 
-def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandwidth) -> tuple[Finding, ...]:
-    remarks = []
+def _remarks(busbw: float, ranks: int, wires: Sequence[Wire], measured: BusBandwidth) -> Iterator[Finding]:
     sharp = min((wire.sharp_below for wire in wires), default=0.0)
     if ranks == 8 and busbw < sharp:  # noqa: PLR2004  # NVLS figures are of eight cards
-        remarks.append(
-            Finding(
-                "bandwidth.nvls",
-                Severity.OK,
-                f"below {sharp:g}: in-switch reduction (NVLS) seems to be off; slower, not broken",
-            )
-        )
+        yield ok("bandwidth.nvls", f"below {sharp:g}: in-switch reduction (NVLS) seems to be off; slower, not broken")
     if not measured.models and all(wire.gen for wire in wires):
-        remarks.append(
-            Finding(
-                "bandwidth.model",
-                Severity.OK,
-                "the text names no card, so it was compared with PCIe; on NVLink it would be slow",
-            )
-        )
-    return tuple(remarks)
+        yield ok("bandwidth.model", "the text names no card, so it was compared with PCIe; on NVLink it would be slow")
 
 
 def _result(verdict: BandwidthVerdict, lowest: Floor | None, severity: Severity, message: str, hint: str) -> Bandwidth:

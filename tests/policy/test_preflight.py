@@ -359,7 +359,7 @@ def test_every_finding_is_explained_in_the_table():
     docs/preflight.md is made of it.
     """
     source = __import__("pathlib").Path(preflight.__file__).read_text()
-    names = set(__import__("re").findall(r'_(?:ok|warn|swap)\("([a-z_.0-9]+)"', source))
+    names = set(__import__("re").findall(r'\b(?:ok|warn|refuse|swap)\("([a-z_.0-9]+)"', source))
 
     assert names <= preflight.CHECKS.keys()
     assert len(names) > 10
