@@ -11,8 +11,8 @@ from vramfarm import folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
 BLOCKS = re.findall(r"## (.+?)\n|```python\n(.*?)```", "## the loop\n" + PAGE, re.DOTALL)
-STEPS = {"the loop": 6, "Epochs, with a validation between them": 12, "Several batches a step": 3}
-STEPS |= {"Several models and optimizers": 3, "A loop of one's own": 5, "Several loaders, one after the other": 7}
+STEPS = {"the loop": 6, "Epochs, with a validation between them": 12, "Gradient accumulation": 3}
+STEPS |= {"Several models and optimizers": 3, "Your own loop": 5, "Several loaders, one after the other": 7}
 
 
 @pytest.mark.parametrize("title", STEPS)
