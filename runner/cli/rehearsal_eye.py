@@ -9,19 +9,14 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from runner.adapters.frameworks import get_framework
 from runner.folder import RunFolder
 from runner.job import Job
-from runner.policy.rehearsal import (
-    Beat,
-    Kill,
-    Seen,
-)
+from runner.policy.rehearsal import Beat, Kill, Seen
 from runner.storage import journal
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
@@ -33,21 +28,10 @@ from runner.supervise.page import ProgressReader
 from runner.supervise.pulse import PulseReader
 from vramfarm.protocol import Ref, Slot, Word
 
-if TYPE_CHECKING:
-    pass
-
 LOG: Final = "rehearsal.log"
 _MOST_BEATS: Final = 20_000
 _NS: Final = 1e-9
 _TAIL_BYTES: Final = 1 << 16
-
-
-@dataclass
-class Page:
-    """Of one attempt."""
-
-    attempt: str
-    reader: ProgressReader | None = None
 
 
 class Eye:
@@ -59,7 +43,8 @@ class Eye:
         self._folder = RunFolder(root=self._root)
         self._checkpoints = CheckpointDir(Path(job.checkpoint.dir), Disk())
         self._begun_s = time.monotonic()
-        self._page = Page("")
+        self._followed = ""  # the attempt whose page `_reader` reads
+        self._reader: ProgressReader | None = None
         self._beats: list[Beat] = []
         self._pulses: dict[str, PulseReader] = {}
         self._uses_library = get_framework(job).uses_library
@@ -74,7 +59,7 @@ class Eye:
         if last is not None:
             self._follow(last.id)
         self.beat()
-        progress = self._page.reader.read() if self._page.reader else None
+        progress = self._reader.read() if self._reader else None
         said = {} if code is None else self._last_words()
         store_error, gave_up, hint = self._store_trouble()
         committed = self._checkpoints.committed()
@@ -101,7 +86,7 @@ class Eye:
                 for c in status.get("checkpoints", ())
                 if c.get("verified") and c["id"] not in brought
             ),
-            save_s=(self._page.reader.page[Word.SAVE_NS] * _NS if self._page.reader else 0.0)
+            save_s=(self._reader.page[Word.SAVE_NS] * _NS if self._reader else 0.0)
             or float(status.get("save_took_s") or 0.0),
             save_error=progress.save_error if progress and progress.num_failed else "",
             upload_s=float(status.get("last_upload_s") or 0.0),
@@ -110,17 +95,17 @@ class Eye:
 
     def beat(self) -> None:
         """Rank 0's newest step, if it is new."""
-        if self._page.reader is None:
+        if self._reader is None:
             return
-        page = self._page.reader.page
+        page = self._reader.page
         at_s, step = page.get(0, Slot.BEAT_NS) * _NS - self._begun_s, page.get(0, Slot.STEP)
         if step and len(self._beats) < _MOST_BEATS and (not self._beats or self._beats[-1].step != step):
             self._beats.append(Beat(at_s=at_s, step=step))
 
     def ask_save(self) -> bool:
-        if self._page.reader is None:
+        if self._reader is None:
             return False
-        pages.request_save(self._page.reader.page)
+        pages.request_save(self._reader.page)
         return True
 
     def kill_rank(self, seen: Seen) -> Kill | None:
@@ -129,7 +114,7 @@ class Eye:
         live = attempts.live(last.id)
         if live is None:
             return None
-        page = self._page.reader.page if self._page.reader else None
+        page = self._reader.page if self._reader else None
         ranks = PulseReader(self._folder.attempt(last.number), Cards("")).read(live, page, cards_every_s=60).ranks
         if not ranks:
             return None
@@ -141,10 +126,10 @@ class Eye:
         return None
 
     def _follow(self, attempt: str) -> None:
-        if self._page.attempt != attempt:
-            self._page, self._beats = Page(attempt), []
-        if self._page.reader is None and (page := pages.find(self._root, attempt)):
-            self._page.reader = ProgressReader(page)
+        if self._followed != attempt:
+            self._followed, self._reader, self._beats = attempt, None, []
+        if self._reader is None and (page := pages.find(self._root, attempt)):
+            self._reader = ProgressReader(page)
 
     def _shows_progress(self, number: int, attempt: str) -> bool:
         live = attempts.live(attempt)

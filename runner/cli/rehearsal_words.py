@@ -8,13 +8,12 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any, Final, assert_never
 
-from runner.adapters.frameworks import get_framework
-from runner.facts import Attempt, Checkpoint, History, Observed, Server
+from runner.facts import History, Observed, Server
 from runner.figures import size, span
 from runner.job import Job
 from runner.policy.limits import ends
 from runner.policy.money import billed, tariff_of
-from runner.policy.rehearsal import Check, Mark, Result, crash_costs_s
+from runner.policy.rehearsal import Check, Mark, Result, Scene, Seen, crash_costs_s, saves_every_s
 from runner.words import tell_cadence, tell_end
 
 _WIDTH: Final = 10
@@ -95,34 +94,25 @@ def seconds(took: float) -> str:
     return f"{took:.1f}s" if took < _SHORT_S else span(took)
 
 
-def night(  # noqa: PLR0913  # called once, all by name
-    job: Job,
-    results: Sequence[Result],
-    *,
-    now: datetime,
-    server: Server | None,
-    local: tuple[Checkpoint, ...],
-    save_s: float,
-    upload_s: float,
-    every_s: float,
-    attempts: tuple[Attempt, ...],
+def night(  # noqa: PLR0913  # all that was found out
+    job: Job, results: Sequence[Result], scene: Scene, found: Seen, *, server: Server | None, now: datetime
 ) -> Iterator[str]:
     """The figures of the night, from those of the rehearsal."""
-    governs = get_framework(job).uses_library
+    every_s = saves_every_s(scene, found)
     if (costs := crash_costs_s(every_s, results)) is not None:
-        seldom = "" if governs else f" (the script saves every {span(every_s)}, as seen here)"
+        seldom = "" if scene.uses_library else f" (the script saves every {span(every_s)}, as seen here)"
         yield f"a crash costs at most {span(costs)}: what was trained since the last save{seldom}, that save, and the way back"
     at, why = min(ends(job.limits, now, server))
     seen = Observed(
         now=now,
         boot_id="",
         life="",
-        local=local,
-        last_save_s=save_s,
-        last_upload_s=upload_s,
+        local=found.local,
+        last_save_s=found.save_s,
+        last_upload_s=found.upload_s,
         deadline_at=at,
     )
-    history = History(opened_at=now, attempts=tuple(replace(attempt, ending=None) for attempt in attempts))
+    history = History(opened_at=now, attempts=tuple(replace(attempt, ending=None) for attempt in found.attempts))
     yield tell_end(job, history, seen, server)
     left_s = (at - now).total_seconds()
     price = Decimal(server.price_per_hour) if server and server.price_per_hour else None

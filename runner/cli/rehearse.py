@@ -43,22 +43,10 @@ from runner.cli.rental import as_told, ask, doubt
 from runner.cli.runs import is_alive
 from runner.cli.streams import speaking
 from runner.errors import JobError, LockedError, MachineError, StoreError
-from runner.facts import Attempt, Checkpoint, Server
+from runner.facts import Server
 from runner.job import AtEnd, FinishPolicy, Job, Limits, OnLimit, ProviderName, ProviderPolicy
-from runner.policy.rehearsal import (
-    Check,
-    Deed,
-    Mark,
-    Notes,
-    Result,
-    Scene,
-    Seen,
-    decide,
-    exit_code,
-    missing,
-    saves_every_s,
-    verdict,
-)
+from runner.policy import rehearsal as policy
+from runner.policy.rehearsal import Check, Deed, Figures, Mark, Notes, Result, Scene, Seen
 from runner.supervise import page as pages
 from runner.supervise import process
 
@@ -198,10 +186,8 @@ class _Rehearsal:
         self._place: Place | None = None
         self._results: list[Result] = []
         self._server: Server | None = None
-        self._local: tuple[Checkpoint, ...] = ()
-        self._attempts: tuple[Attempt, ...] = ()
-        self._every_s = loaded.job.checkpoint.save_interval.total_seconds()
-        self._save_s = self._upload_s = 0.0
+        self._scene = make_scene(loaded.job, self._limit)
+        self._seen = Seen(now_s=0.0)
 
     def play(self, root: Path) -> None:
         self._say(
@@ -224,10 +210,10 @@ class _Rehearsal:
 
     def close(self, root: Path) -> int:
         """The verdict, and nothing left but the logs of what failed. Returns the exit code."""
-        for check in missing(self._results):
-            self._tell(Result(check=check, mark=Mark.NOT_MADE, problem="what comes before it failed"))
+        for check in policy.missing(self._results):
+            self._tell(policy.not_made(check, "what comes before it failed"))
         ordered = sorted(self._results, key=lambda result: list(Check).index(result.check))
-        code = exit_code(ordered)
+        code = policy.exit_code(ordered)
         self._clear_place()
         has_logs = bool(code) and (root / LOG).exists()
         if has_logs:
@@ -235,20 +221,10 @@ class _Rehearsal:
         else:
             shutil.rmtree(root)
         pages.remove_stale(root)
-        figures = [*night(
-            self._real,
-            ordered,
-            now=datetime.now(UTC),
-            server=self._server,
-            local=self._local,
-            save_s=self._save_s,
-            upload_s=self._upload_s,
-            every_s=self._every_s,
-            attempts=self._attempts,
-        )]  # fmt: skip
+        figures = [*night(self._real, ordered, self._scene, self._seen, server=self._server, now=datetime.now(UTC))]
         for line in figures:
             self._say(f"{'night':<8} {line}")
-        said, logs = verdict(ordered), str(root / LOG) if has_logs else None
+        said, logs = policy.verdict(ordered), str(root / LOG) if has_logs else None
         self._say(f"verdict: {said}" + (f"; its log is {logs}" if logs else ""))
         if self._as_json:
             out_json({
@@ -281,7 +257,7 @@ class _Rehearsal:
         server = rented(self._real, self._env)
         if server is None:
             text = "no rented server: nothing is stopped in the end"
-            self._tell(Result(check=Check.STOP, mark=Mark.OK, figures={"text": text}))
+            self._tell(policy.ok(Check.STOP, {"text": text}))
             return
         answer = ask(server, self._env)
         self._server, problem = as_told(server, answer), doubt(server, answer)
@@ -289,20 +265,13 @@ class _Rehearsal:
         text = PROVIDERS[server.provider].explain(Keep(keep), answer)
         if self._real.finish.on_success is AtEnd.KEEP:
             text = f"after a success it is kept, and billed (finish.on_success); at the limit: {text}"
-        self._tell(
-            Result(
-                check=Check.STOP,
-                mark=Mark.FAILED if problem else Mark.OK,
-                figures={
-                    "text": f"{server.provider} {server.id}: {answer.detail}; nothing was asked. At the end: {text}"
-                },
-                problem=problem,
-                cure="set a key that may read and stop it: docs/providers.md",
-                code=MachineError.exit_code if problem else 0,
-            )
-        )
+        text = f"{server.provider} {server.id}: {answer.detail}; nothing was asked. At the end: {text}"
+        self._tell_beside(Check.STOP, {"text": text}, problem, "set a key that may read and stop it: docs/providers.md")
 
     def _try_notify(self) -> None:
+        if not self._real.notify:
+            self._tell(policy.ok(Check.NOTIFY, {}, "nobody is told how the night goes (notify is not set)"))
+            return
         urls = find_values(self._real.notify, self._env)
         told = {name: f"no value in the environment or {FOLDER}" for name in self._real.notify if name not in urls}
         name = self._real.name
@@ -315,23 +284,12 @@ class _Rehearsal:
         told |= {name: why for name, why in zip(urls, notify_all(tuple(urls.values()), message), strict=True) if why}
         problem = "; ".join(f"{name}: {why}" for name, why in told.items())
         figures = {"told": len(urls) - len(told.keys() & urls.keys())}
-        if not self._real.notify:
-            self._tell(
-                Result(
-                    check=Check.NOTIFY, mark=Mark.OK, problem="nobody is told how the night goes (notify is not set)"
-                )
-            )
-            return
-        self._tell(
-            Result(
-                check=Check.NOTIFY,
-                mark=Mark.FAILED if problem else Mark.OK,
-                figures=figures,
-                problem=problem,
-                cure="mend the secrets that notify names: docs/notifications.md",
-                code=MachineError.exit_code if problem else 0,
-            )
-        )
+        cure = "mend the secrets that notify names: docs/notifications.md"
+        self._tell_beside(Check.NOTIFY, figures, problem, cure)
+
+    def _tell_beside(self, check: Check, figures: Figures, problem: str, cure: str) -> None:
+        code = MachineError.exit_code
+        self._tell(policy.failed(check, problem, cure, code, figures) if problem else policy.ok(check, figures))
 
     def _take_place(self) -> bool:
         if self._job.offload.to is None:
@@ -340,9 +298,7 @@ class _Rehearsal:
             self._place = Place(self._job, 2 * self._limit + _SLACK)
             self._place.take()
         except StoreError as error:
-            self._tell(
-                Result(check=Check.STORE, mark=Mark.FAILED, problem=str(error), cure=error.hint, code=error.exit_code)
-            )
+            self._tell(policy.failed(Check.STORE, str(error), error.hint, error.exit_code))
             self._place = None
             return False
         return True
@@ -362,19 +318,17 @@ class _Rehearsal:
         there = any(r.check is Check.STORE and r.mark in {Mark.OK, Mark.WARN} for r in self._results)
         if self._place is None or not there:
             problem = "there is no checkpoint in the store"
-            self._tell(Result(check=Check.RESTORE, mark=Mark.NOT_MADE, problem=problem))
+            self._tell(policy.not_made(Check.RESTORE, problem))
             return
         begun = time.monotonic()
         try:
             found = self._place.restore(root / "restored")
         except StoreError as error:
-            self._tell(
-                Result(check=Check.RESTORE, mark=Mark.FAILED, problem=str(error), cure=error.hint, code=error.exit_code)
-            )
+            self._tell(policy.failed(Check.RESTORE, str(error), error.hint, error.exit_code))
             return
         took = time.monotonic() - begun
         figures = {"step": found.ref.step, "size_bytes": found.size_bytes, "seconds": took}
-        self._tell(Result(check=Check.RESTORE, mark=Mark.OK, figures=figures))
+        self._tell(policy.ok(Check.RESTORE, figures))
 
     # ------------------------------------------------------------------ the run
 
@@ -391,20 +345,11 @@ class _Rehearsal:
         return child
 
     def _watch(self, root: Path, child: subprocess.Popen[bytes]) -> None:
-        job = self._real
-        scene = Scene(
-            limit_s=self._limit.total_seconds(),
-            uses_library=get_framework(job).uses_library,
-            has_store=job.offload.to is not None,
-            save_interval_s=job.checkpoint.save_interval.total_seconds(),
-            keep_last=job.checkpoint.keep_last,
-            grace_s=job.restart.grace_period.total_seconds(),
-        )
         eye, notes = Eye(self._job, child), Notes()
         while True:
             seen = eye.look()
-            self._learn(scene, seen)
-            act = decide(scene, notes, seen)
+            self._seen = policy.remember(self._seen, seen)
+            act = policy.decide(self._scene, notes, seen)
             if act is Deed.END:
                 break
             if isinstance(act, Result):
@@ -428,11 +373,16 @@ class _Rehearsal:
             case _:
                 return notes
 
-    def _learn(self, scene: Scene, seen: Seen) -> None:
-        self._local, self._attempts = seen.local or self._local, seen.attempts
-        self._every_s = saves_every_s(scene, seen)
-        self._save_s = seen.save_s or self._save_s
-        self._upload_s = seen.upload_s or self._upload_s
+
+def make_scene(job: Job, limit: timedelta) -> Scene:
+    return Scene(
+        limit_s=limit.total_seconds(),
+        uses_library=get_framework(job).uses_library,
+        has_store=job.offload.to is not None,
+        save_interval_s=job.checkpoint.save_interval.total_seconds(),
+        keep_last=job.checkpoint.keep_last,
+        grace_s=job.restart.grace_period.total_seconds(),
+    )
 
 
 def _wait(beat: Callable[[], None]) -> None:

@@ -8,21 +8,13 @@ figure is measured; the sentences about them are in `cli/rehearsal_words.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from runner.errors import (
-    GaveUpError,
-    JobError,
-    LeftError,
-    LockedError,
-    MachineError,
-    RunnerError,
-    StoreError,
-)
+from runner.errors import GaveUpError, JobError, LeftError, LockedError, MachineError, RunnerError, StoreError
 from runner.facts import Attempt, Checkpoint, Decision, Ending
 from runner.policy.cadence import observed_interval
 from vramfarm.protocol import Ref
@@ -74,6 +66,21 @@ class Result:
     code: int = 0
 
 
+Figures = Mapping[str, Any]
+
+
+def ok(check: Check, figures: Figures, problem: str = "") -> Result:
+    return Result(check=check, mark=Mark.OK, figures=figures, problem=problem)
+
+
+def failed(check: Check, problem: str, cure: str, code: int, figures: Figures | None = None) -> Result:
+    return Result(check=check, mark=Mark.FAILED, figures=figures or {}, problem=problem, cure=cure, code=code)
+
+
+def not_made(check: Check, problem: str, cure: str = "", figures: Figures | None = None) -> Result:
+    return Result(check=check, mark=Mark.NOT_MADE, figures=figures or {}, problem=problem, cure=cure)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """What is known before the run begins. `limit_s`: when what was not reached is given up."""
@@ -120,6 +127,16 @@ class Seen:
     free_bytes: int = 0
 
 
+def remember(before: Seen, now: Seen) -> Seen:
+    """The newest look, with what an earlier one saw and this one cannot any more."""
+    return replace(
+        now,
+        local=now.local or before.local,
+        save_s=now.save_s or before.save_s,
+        upload_s=now.upload_s or before.upload_s,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
     """A rank was killed."""
@@ -155,11 +172,11 @@ def decide(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
     """The next deed, or what the check that is next came to."""
     done = {result.check: result for result in notes.results}
     check = next((check for check in CHAIN if check not in done), None)
-    failed = [result for result in notes.results if result.mark is Mark.FAILED and result.check in CHAIN]
+    failures = {result.check for result in notes.results if result.mark is Mark.FAILED and result.check in CHAIN}
     if check is None:
         return Deed.END
-    if any(result.check not in _GOES_ON for result in failed):
-        return Result(check=check, mark=Mark.NOT_MADE, problem="what comes before it failed")
+    if failures - _GOES_ON:
+        return not_made(check, "what comes before it failed")
     if check is not Check.LEAVE and (found := _crashed(check, notes, seen)):
         return found
     act = _next(check, scene, notes, seen)
@@ -189,13 +206,13 @@ def _next(check: Check, scene: Scene, notes: Notes, seen: Seen) -> Deed | Result
 def _over(check: Check, notes: Notes, seen: Seen) -> Result:
     """The run has ended before this check."""
     if seen.code == 0:
-        return Result(check=check, mark=Mark.NOT_MADE, problem=f"the job was over before, at step {seen.step}")
+        return not_made(check, f"the job was over before, at step {seen.step}")
     if found := _crashed(check, notes, seen):
         return found
     code = seen.code if seen.code in _AS_IT_IS else GaveUpError.exit_code
     problem = seen.reason or f"the run ended with exit code {seen.code}"
     hint = seen.hint or "the log of the rehearsal says more"
-    return Result(check=check, mark=Mark.FAILED, problem=problem, cure=hint, code=code)
+    return failed(check, problem, hint, code)
 
 
 def _crashed(check: Check, notes: Notes, seen: Seen) -> Result | None:
@@ -208,12 +225,11 @@ def _crashed(check: Check, notes: Notes, seen: Seen) -> Result | None:
     found = last.diagnosis
     is_machine = found is not None and found.decision is Decision.GIVE_UP_MACHINE
     label = f" [{found.label}: {found.cause}]" if found else ""
-    return Result(
-        check=check,
-        mark=Mark.FAILED,
-        problem=f"attempt {last.number} failed by itself at step {last.step}: {last.reason or 'no line of its log says why'}{label}",
-        cure=found.remedy if found else "",
-        code=MachineError.exit_code if is_machine else GaveUpError.exit_code,
+    return failed(
+        check,
+        f"attempt {last.number} failed by itself at step {last.step}: {last.reason or 'no line of its log says why'}{label}",
+        found.remedy if found else "",
+        MachineError.exit_code if is_machine else GaveUpError.exit_code,
     )
 
 
@@ -222,12 +238,11 @@ def _wait(check: Check, limit_s: float, seen: Seen) -> Deed | Result:
         return Deed.WAIT
     is_store = check is Check.STORE or (check is Check.PREFLIGHT and bool(seen.store_error))
     said = seen.store_error if is_store and seen.store_error else seen.message
-    return Result(
-        check=check,
-        mark=Mark.FAILED,
-        problem="it did not come in the time of this rehearsal" + (f"; last heard: {said}" if said else ""),
-        cure="give the rehearsal more time: --minutes",
-        code=StoreError.exit_code if is_store else GaveUpError.exit_code,
+    return failed(
+        check,
+        "it did not come in the time of this rehearsal" + (f"; last heard: {said}" if said else ""),
+        "give the rehearsal more time: --minutes",
+        StoreError.exit_code if is_store else GaveUpError.exit_code,
     )
 
 
@@ -237,19 +252,13 @@ def _wait(check: Check, limit_s: float, seen: Seen) -> Deed | Result:
 def _preflight(seen: Seen) -> Result | None:
     if not seen.verdict or not seen.attempts:  # what is said of the code comes last, just before the launch
         return None
-    return Result(
-        check=Check.PREFLIGHT,
-        mark=Mark.OK,
-        figures={"verdict": seen.verdict, "reasons": list(seen.reasons), "seconds": seen.now_s},
-    )
+    return ok(Check.PREFLIGHT, {"verdict": seen.verdict, "reasons": list(seen.reasons), "seconds": seen.now_s})
 
 
 def _first_step(seen: Seen) -> Result | None:
     if seen.launched_s is None or not (seen.step > _began_at(seen) or seen.shows_progress or seen.local):
         return None
-    return Result(
-        check=Check.FIRST_STEP, mark=Mark.OK, figures={"seconds": seen.now_s - seen.launched_s, "step": seen.step}
-    )
+    return ok(Check.FIRST_STEP, {"seconds": seen.now_s - seen.launched_s, "step": seen.step})
 
 
 def _began_at(seen: Seen) -> int:
@@ -265,13 +274,11 @@ def _save(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
         if seen.now_s < _SAVES_SHARE * scene.limit_s:
             return Deed.WAIT
         problem = "the framework saves when it wants to, and did not in the time of this rehearsal"
-        return Result(check=Check.SAVE, mark=Mark.NOT_MADE, problem=problem, cure="--minutes, or save more often")
+        return not_made(Check.SAVE, problem, "--minutes, or save more often")
     if notes.asked_s is None:
         return Deed.ASK_SAVE if _has_pace(seen) else _wait(Check.SAVE, scene.limit_s, seen)
     if seen.save_error:
-        return Result(
-            check=Check.SAVE, mark=Mark.FAILED, problem=seen.save_error, cure=_DISK, code=MachineError.exit_code
-        )
+        return failed(Check.SAVE, seen.save_error, _DISK, MachineError.exit_code)
     return _wait(Check.SAVE, scene.limit_s, seen)
 
 
@@ -299,11 +306,9 @@ def _judge_save(scene: Scene, notes: Notes, seen: Seen) -> Result:
         "room_bytes": room,
     }
     if room >= needed:
-        return Result(check=Check.SAVE, mark=Mark.OK, figures=figures)
+        return ok(Check.SAVE, figures)
     problem = f"the disk holds {room / newest.size_bytes:.1f} checkpoints, and {scene.keep_last + 2} are needed (checkpoint.keep_last + 2)"
-    return Result(
-        check=Check.SAVE, mark=Mark.FAILED, figures=figures, problem=problem, cure=_DISK, code=MachineError.exit_code
-    )
+    return failed(Check.SAVE, problem, _DISK, MachineError.exit_code, figures)
 
 
 def stall_s(beats: Sequence[Beat], since_s: float) -> float | None:
@@ -319,15 +324,11 @@ def stall_s(beats: Sequence[Beat], since_s: float) -> float | None:
 
 def _store(scene: Scene, seen: Seen) -> Result | None:
     if not scene.has_store:
-        return Result(
-            check=Check.STORE, mark=Mark.NOT_MADE, problem="no checkpoint leaves this disk", cure="set offload.to"
-        )
+        return not_made(Check.STORE, "no checkpoint leaves this disk", "set offload.to")
     if not seen.local and not scene.uses_library:
-        return Result(check=Check.STORE, mark=Mark.NOT_MADE, problem="there was no save to copy")
+        return not_made(Check.STORE, "there was no save to copy")
     if seen.store_gave_up and seen.store_error:
-        return Result(
-            check=Check.STORE, mark=Mark.FAILED, problem=seen.store_error, cure=seen.hint, code=StoreError.exit_code
-        )
+        return failed(Check.STORE, seen.store_error, seen.hint, StoreError.exit_code)
     if not seen.offsite or not seen.upload_s:
         return None
     return _judge_upload(scene, seen, max(c.size_bytes for c in seen.local))
@@ -350,7 +351,7 @@ def _judge_upload(scene: Scene, seen: Seen, size_bytes: int) -> Result:
         "save_interval_s": interval_s,
     }
     if upload_s <= interval_s:
-        return Result(check=Check.STORE, mark=Mark.OK, figures=figures)
+        return ok(Check.STORE, figures)
     problem = "an upload takes longer than the time between saves: some never get into the store"
     minutes = -int(-upload_s // 60)
     cure = f"checkpoint.save_interval: {minutes}m" if scene.uses_library else f"let the script save every {minutes}m"
@@ -363,7 +364,7 @@ def _crash(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
         is_late = seen.now_s >= scene.limit_s
         problem = "the time of this rehearsal was over"
         cure = "give it more: --minutes"
-        return Result(check=Check.CRASH, mark=Mark.NOT_MADE, problem=problem, cure=cure) if is_late else Deed.KILL_RANK
+        return not_made(Check.CRASH, problem, cure) if is_late else Deed.KILL_RANK
     last = seen.attempts[-1]
     if last.number == killed.attempt:
         return _wait(Check.CRASH, scene.limit_s, seen)
@@ -387,16 +388,10 @@ def _judge_crash(killed: Kill, last: Attempt, seen: Seen) -> Result:
         problem = f"it went on from {last.resume.name if last.resume else 'step 0'}, although there is {newest.name}"
     elif not first.reason:
         problem = "nothing names what the attempt died of"
-    mark = Mark.FAILED if problem else Mark.OK
+    if not problem:
+        return ok(Check.CRASH, figures)
     cure = "the log of the rehearsal says what was chosen, and why"
-    return Result(
-        check=Check.CRASH,
-        mark=mark,
-        figures=figures,
-        problem=problem,
-        cure=cure * bool(problem),
-        code=GaveUpError.exit_code * bool(problem),
-    )
+    return failed(Check.CRASH, problem, cure, GaveUpError.exit_code, figures)
 
 
 def _leave(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
@@ -408,7 +403,7 @@ def _leave(scene: Scene, notes: Notes, seen: Seen) -> Deed | Result:
         if took < scene.grace_s + _PATIENCE_S:
             return Deed.WAIT
         problem = f"the run did not end within {took:.0f}s of SIGTERM"
-        return Result(check=Check.LEAVE, mark=Mark.FAILED, problem=problem, cure=_GRACE, code=GaveUpError.exit_code)
+        return failed(Check.LEAVE, problem, _GRACE, GaveUpError.exit_code)
     return _judge_leave(scene, notes, seen, took)
 
 
@@ -426,22 +421,15 @@ def _judge_leave(scene: Scene, notes: Notes, seen: Seen, took: float) -> Result:
     }
     if seen.code == 0:
         problem = f"the job was over first, at step {seen.step}"
-        return Result(check=Check.LEAVE, mark=Mark.NOT_MADE, figures=figures, problem=problem)
+        return not_made(Check.LEAVE, problem, figures=figures)
     problem = ""
     if seen.code != LeftError.exit_code:
         problem = f"expected exit code {LeftError.exit_code}, got {seen.code}: {seen.reason or seen.message}"
     elif scene.uses_library and saved < notes.left_step:
         problem = f"it left without a save: asked at step {notes.left_step}, the newest checkpoint is of step {saved}"
     if problem:
-        return Result(
-            check=Check.LEAVE,
-            mark=Mark.FAILED,
-            figures=figures,
-            problem=problem,
-            cure=_GRACE,
-            code=GaveUpError.exit_code,
-        )
-    return Result(check=Check.LEAVE, mark=Mark.OK, figures=figures)
+        return failed(Check.LEAVE, problem, _GRACE, GaveUpError.exit_code, figures)
+    return ok(Check.LEAVE, figures)
 
 
 # ------------------------------------------------------------------------------ the verdict
@@ -449,15 +437,14 @@ def _judge_leave(scene: Scene, notes: Notes, seen: Seen, took: float) -> Result:
 
 def exit_code(results: Sequence[Result]) -> int:
     """That of the first failure in the order of the checks; 0 without one."""
-    failed = [result.code for result in results if result.mark is Mark.FAILED]
-    return failed[0] if failed else 0
+    return next((result.code for result in results if result.mark is Mark.FAILED), 0)
 
 
 def verdict(results: Sequence[Result]) -> str:
     """One line: ready, or what is not."""
-    failed = [result.check for result in results if result.mark is Mark.FAILED]
-    if failed:
-        return f"not ready: {', '.join(failed)}"
+    failures = [result.check for result in results if result.mark is Mark.FAILED]
+    if failures:
+        return f"not ready: {', '.join(failures)}"
     left = [result.check for result in results if result.mark is Mark.NOT_MADE]
     return "ready for the night" + (f", as far as it was rehearsed; not made: {', '.join(left)}" if left else "")
 
