@@ -214,7 +214,7 @@ def without_password(address: str) -> str:
 
 
 class GitSource(Model):
-    git: str = Field(description="Address of the repository.")
+    git: str = Field(description="Address of the git repository.")
     ref: str = Field(default="HEAD", description="Branch, tag or commit.")
 
 
@@ -223,7 +223,9 @@ class PathSource(Model):
 
 
 class ArchiveSource(Model):
-    archive: str = Field(description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip`: path, https:// or s3:// address.")
+    archive: str = Field(
+        description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip` file: its path, or an https:// or s3:// address."
+    )
 
 
 def _kind_of_source(value: object) -> str | None:
@@ -248,8 +250,8 @@ Source = Annotated[
 
 class DataItem(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-    source: str = Field(alias="from", description="Folder or file in a store: s3:// or file://.")
-    to: str = Field(description="Where it goes on this machine: a folder, or the file's name.")
+    source: str = Field(alias="from", description="Folder or file in a store: an s3:// or file:// address.")
+    to: str = Field(description="Where to put it on this machine: a folder, or the name of the file.")
 
     @field_validator("source")
     @classmethod
@@ -261,26 +263,30 @@ class DataItem(Model):
 
 
 class ModelSize(Model):
-    parameters: float = Field(ge=1, le=1e15, description="Number of parameters: 8e9.")
+    parameters: float = Field(ge=1, le=1e15, description="Number of parameters, such as 8e9.")
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp_shard_grad_op", "fsdp_full_shard", "lora", "qlora"] = (
-        Field(default="ddp", description="How the model is spread over the cards.")
+        Field(default="ddp", description="How the model is split over the cards.")
     )
     optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor"] = Field(default="adamw", description="Optimizer.")
     precision: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="Precision of the weights.")
-    sequence: int = Field(default=2048, gt=0, le=10**8, description="Tokens of a sample.")
-    layers: int | None = Field(default=None, gt=0, le=10**4, description="Nothing: estimated from the parameters.")
-    hidden: int | None = Field(default=None, gt=0, le=10**6, description="Width of a layer; estimated likewise.")
-    activation_checkpointing: bool = Field(default=True, description="Activations are computed again, not kept.")
-    cpu_offload: bool = Field(default=False, description="Optimizer states are in system memory.")
+    sequence: int = Field(default=2048, gt=0, le=10**8, description="Tokens per sample.")
+    layers: int | None = Field(
+        default=None, gt=0, le=10**4, description="Number of layers. Unset: estimated from the parameters."
+    )
+    hidden: int | None = Field(
+        default=None, gt=0, le=10**6, description="Width of a layer. Unset: estimated from the parameters."
+    )
+    activation_checkpointing: bool = Field(default=True, description="Activations are recomputed, not kept.")
+    cpu_offload: bool = Field(default=False, description="Optimizer states are kept in system memory.")
 
 
 class Batch(Model):
     global_: int = Field(
         gt=0,
         alias="global",
-        description="Samples per optimizer step, all cards together: per_card x cards x accumulation.",
+        description="Samples per optimizer step on all cards together: per_card x cards x accumulation.",
     )
-    per_card: int = Field(gt=0, description="Samples a card takes at once.")
+    per_card: int = Field(gt=0, description="Samples that a card processes at once (the micro-batch).")
 
     @model_validator(mode="after")
     def _can_be_split(self) -> Batch:
@@ -306,30 +312,30 @@ def refuse_uneven(batch: Batch, cards: int) -> None:
 class CheckpointPolicy(Model):
     dir: str = Field(
         default="{workspace}/{name}/checkpoints",
-        description="Folder of the checkpoints. Its parent is the run folder: journal, logs, evidence.",
+        description="Folder of the checkpoints. Its parent is the run folder, with journal, logs and evidence.",
     )
     watch: str = Field(
         default="{workspace}/{name}/saves",
-        description="Folder a framework saves into by itself (`framework`). `{checkpoint_dir}` in `command` is this folder then.",
+        description="Folder that a framework with its own saves writes to (`framework`). `{checkpoint_dir}` in `command` is then this folder.",
     )
     resume_flag: str = Field(
         default="auto",
-        description="What `{resume_args}` puts before the checkpoint's path. `auto`: what the framework's scripts call it; `--load=` makes one word of both.",
+        description="Flag that `{resume_args}` puts before the checkpoint's path. `auto`: the flag that the framework's scripts use. If it ends with `=`, as `--load=`, flag and path are one word.",
     )
-    save_interval: SomeTime = Field(default=timedelta(minutes=30), description="Time between saves, by the wall clock.")
+    save_interval: SomeTime = Field(default=timedelta(minutes=30), description="Wall-clock time between saves.")
     keep_last: int = Field(
         default=2,
         ge=2,
         le=_MOST_KEPT,
-        description="How many stay on this disk. One is not enough: the newest may be damaged.",
+        description="How many checkpoints stay on this disk. One is not enough: the newest may be damaged.",
     )
     resume: str = Field(
         default="auto",
-        description="`auto`: the newest that verifies. `never`: start over. Or where this run begins as long as it has no checkpoint of its own: one of another run (a folder, or `s3://bucket/runs/NAME/checkpoints/step-…`), or another run's newest (its folder, or `s3://bucket/runs/NAME`).",
+        description="`auto`: resume from the newest checkpoint that verifies. `never`: start over. Or where this run begins while it has no checkpoint of its own: a checkpoint of another run (a folder, or `s3://bucket/runs/NAME/checkpoints/step-…`), or another run's newest (its folder, or `s3://bucket/runs/NAME`).",
     )
     staging: Literal["auto", "full", "chunked"] = Field(
         default="auto",
-        description="Memory for a save: `full`, one copy of the state, that training does not wait for; `chunked`, 32 MB a rank, and training waits while it is written. `auto`: full where there is enough.",
+        description="Memory for a save. `full`: one copy of the state; training does not wait for the disk. `chunked`: 32 MB per rank; training waits while the checkpoint is written. `auto`: full if there is enough memory.",
     )
 
     @field_validator("resume")
@@ -346,21 +352,21 @@ class CheckpointPolicy(Model):
 
 class OffloadPolicy(Model):
     to: str | None = Field(
-        default=None, description="`s3://bucket/prefix` or `file:///folder`. Nothing: checkpoints stay here."
+        default=None, description="`s3://bucket/prefix` or `file:///folder`. Unset: checkpoints stay on this disk."
     )
     endpoint: str | None = Field(default=None, description="Address of an S3 server that is not AWS.")
-    region: str | None = Field(default=None, description="Region of the bucket; most servers but AWS ignore it.")
+    region: str | None = Field(default=None, description="Region of the bucket. Most servers other than AWS ignore it.")
     addressing: Literal["auto", "path", "virtual"] = Field(
         default="auto",
-        description="Where a request names the bucket: in the path, or in the host's name. `auto`: path, if there is an endpoint.",
+        description="Whether a request names the bucket in the path or in the host name. `auto`: in the path, if there is an endpoint.",
     )
-    keep_last: int = Field(default=2, ge=1, le=_MOST_KEPT, description="How many stay in the store.")
+    keep_last: int = Field(default=2, ge=1, le=_MOST_KEPT, description="How many checkpoints stay in the store.")
     max_bandwidth: SomeSize | None = Field(
-        default=None, description="Upload limit in bytes a second: 50MB. Nothing: no limit."
+        default=None, description="Upload limit in bytes per second, such as 50MB. Unset: no limit."
     )
     outlives_server: bool = Field(
         default=False,
-        description="Of a `file://` folder on the same disk as the run: that disk is there when the server is gone (a network volume).",
+        description="For a `file://` folder on the same disk as the run: says that this disk stays when the server is gone (a network volume).",
     )
 
     @field_validator("to")
@@ -391,15 +397,17 @@ class OffloadPolicy(Model):
 
 
 class PreflightPolicy(Model):
-    comm_test: bool = Field(default=True, description="Let the cards talk before the job does.")
+    comm_test: bool = Field(default=True, description="Test communication between the cards before the job begins.")
     min_bus_bandwidth: Literal["auto"] | Size = Field(
-        default="auto", description="Floor for the communication test, bytes a second."
+        default="auto", description="Lowest acceptable bus bandwidth in the communication test, in bytes per second."
     )
 
 
 class RestartPolicy(Model):
     max_restarts_without_progress: int = Field(
-        default=3, ge=1, description="Failed attempts in a row without a new checkpoint before giving up."
+        default=3,
+        ge=1,
+        description="The run is given up after so many failed attempts in a row without a new checkpoint.",
     )
     initial_delay: Duration = Field(default=timedelta(seconds=10), description="Wait before the first restart.")
     backoff_coefficient: float = Field(
@@ -412,20 +420,24 @@ class RestartPolicy(Model):
 
 
 class HangPolicy(Model):
-    startup_timeout: SomeTime = Field(default=timedelta(minutes=30), description="Until the first step.")
-    step_timeout: Literal["auto"] | SomeTime = Field(default="auto", description="A step; `auto` learns it.")
-    checkpoint_timeout: Literal["auto"] | SomeTime = Field(default="auto", description="A save; `auto` learns it.")
-    safety_factor: float = Field(default=5.0, ge=1, description="Learned times are multiplied by this.")
+    startup_timeout: SomeTime = Field(default=timedelta(minutes=30), description="Longest time until the first step.")
+    step_timeout: Literal["auto"] | SomeTime = Field(
+        default="auto", description="Longest time for a step. `auto`: learned from the run."
+    )
+    checkpoint_timeout: Literal["auto"] | SomeTime = Field(
+        default="auto", description="Longest time for a save. `auto`: learned from the run."
+    )
+    safety_factor: float = Field(default=5.0, ge=1, description="Learned times are multiplied by this factor.")
 
 
 class GuardPolicy(Model):
     nan_patience: int = Field(
         default=0,
         ge=0,
-        description="Steps in a row with a loss that is not a finite number before the run is given up; the last checkpoint from before is kept. 0: never.",
+        description="The run is given up after so many steps in a row whose loss is not a finite number. The last checkpoint from before is kept. 0: never.",
     )
     divergence_threshold: float | None = Field(
-        default=None, gt=0, description="With `nan_patience`: a loss above this counts, too."
+        default=None, gt=0, description="With `nan_patience`: a loss above this value counts, too."
     )
 
     @model_validator(mode="after")
@@ -439,19 +451,19 @@ class GuardPolicy(Model):
 class Limits(Model):
     max_duration: SomeTime | None = Field(
         default=None,
-        description="For the whole run, all machines together, as its ledger in the store has them. Nothing: 24h a machine.",
+        description="Time limit for the whole run, all machines together, by the ledger in the store. Unset: 24h per machine.",
     )
     until: str | None = Field(
         default=None,
-        description="Clock time with a zone: `07:00 Europe/Berlin`, or an ISO date and time (UTC where it names no zone).",
+        description="Point in time at which the run ends: a clock time with a zone, such as `07:00 Europe/Berlin`, or an ISO date and time (UTC if it names no zone).",
     )
     max_cost: SomeMoney | None = Field(
         default=None,
-        description="For the whole run, all machines together, in the provider's currency, as the provider bills: VRAMfarm whole minutes, fifteen at least a server; others the seconds used.",
+        description="Cost limit for the whole run, all machines together, in the provider's currency. It is counted as the provider bills: VRAMfarm whole minutes, at least fifteen per server; others the seconds used.",
     )
     on_limit: OnLimit = Field(
         default=OnLimit.KEEP_DATA,
-        description="`keep_data`: what is only here is saved first. `stop_anyway`: never a minute more.",
+        description="`keep_data`: data that is only on this machine is saved first. `stop_anyway`: the server never runs a minute longer.",
     )
 
     @field_validator("until")
@@ -478,39 +490,45 @@ def _is_time(text: str) -> bool:
 class LogPolicy(Model):
     max_size: SomeSize = Field(
         default=4 << 30,
-        description="What logs may take on this disk, all attempts together. Beyond it the middle of the largest is given up.",
+        description="Most space that logs may take on this disk, all attempts together. Beyond it, the middle of the largest log is removed.",
     )
 
 
 class FinishPolicy(Model):
-    on_success: AtEnd = Field(default=AtEnd.STOP, description="What becomes of the server: `stop` or `keep`.")
-    on_failure: AtEnd = Field(default=AtEnd.STOP, description="The same after a failure.")
+    on_success: AtEnd = Field(
+        default=AtEnd.STOP, description="What happens to the server after a success: `stop` or `keep`."
+    )
+    on_failure: AtEnd = Field(
+        default=AtEnd.STOP, description="What happens to the server after a failure: `stop` or `keep`."
+    )
     hold: Literal["auto"] | Duration = Field(
         default="auto",
-        description="After an early end, keep the server for a look. `auto`: until the minutes that are paid anyway are used up (VRAMfarm: 15); where there are none, not at all.",
+        description="How long to keep the server after an early end, so that you can look at it. `auto`: until the minutes that are paid anyway are used up (VRAMfarm: 15); not at all with other providers.",
     )
     save_folder: str = Field(
-        default="{workspace}", description="Folder the provider keeps when something is only here."
+        default="{workspace}", description="Folder that the provider keeps if data is only on this machine."
     )
 
 
 class ProviderPolicy(Model):
     kind: ProviderName = Field(
-        default=ProviderName.AUTO, description="Who rents the server out; `auto`: told from the environment."
+        default=ProviderName.AUTO, description="Who rents the server out. `auto`: found out from the environment."
     )
-    max_machines: int = Field(default=3, ge=1, description="How many machines `submit` may try.")
-    gpu: str | None = Field(default=None, description="For `submit`: the card, by the provider's word: h100.")
+    max_machines: int = Field(default=3, ge=1, description="For `submit`: how many machines it may try.")
+    gpu: str | None = Field(
+        default=None, description="For `submit`: the card, by the provider's name for it, such as h100."
+    )
     max_price: SomeMoney | None = Field(
-        default=None, description="For `submit`: most that an hour of the whole machine may cost."
+        default=None, description="For `submit`: highest price per hour for the whole machine."
     )
     image: str = Field(default="vramfarm/runner", description="For `submit`: the image that the server starts.")
     stop_command: Texts = Field(
         default=(),
-        description="With `kind: command`: the program that stops this server, as a list of words. Exit 0: the stop was asked for; asked again until the server is gone. `RUNNER_STOP_COMMAND` in the environment does the same even when job.yaml cannot be read.",
+        description="With `kind: command`: the program that stops this server, as a list of words. Exit code 0 means that the stop was requested. The program is called again until the server is gone. `RUNNER_STOP_COMMAND` in the environment does the same even if job.yaml cannot be read.",
     )
     status_command: Texts = Field(
         default=(),
-        description="With `kind: command`: a harmless program that prints `running`, `stopping` or `gone`. Without it nothing says that the server is gone.",
+        description="With `kind: command`: a harmless program that prints `running`, `stopping` or `gone`. Without it the runner cannot know that the server is gone.",
     )
 
     @model_validator(mode="after")
@@ -531,52 +549,68 @@ class Job(Model):
 
     name: str = Field(
         default="job",
-        description="One name, one run: its folder, its prefix in the store, its lease there: a second machine that starts it ends with 5. `{date}` for nightly runs.",
+        description="Name of the run, of its folder, and of its prefix and lease in the store. A second machine that starts a run of the same name ends with exit code 5. Use `{date}` for nightly runs.",
     )
     command: str = Field(
         min_length=1,
-        description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}`, `{world_size}` are filled in at each start.",
+        description="The training script and its arguments. `{resume_args}`, `{checkpoint_dir}`, `{grad_accum}` and `{world_size}` are filled in at each start.",
     )
-    launcher: LauncherName = Field(default=LauncherName.TORCHRUN, description="What starts one process per card.")
-    framework: FrameworkName = Field(default=FrameworkName.AUTO, description="Who saves the checkpoints.")
+    launcher: LauncherName = Field(
+        default=LauncherName.TORCHRUN, description="Program that starts one process per card."
+    )
+    framework: FrameworkName = Field(default=FrameworkName.AUTO, description="What writes the checkpoints.")
     cards: Literal["all"] | int = Field(default="all", description="How many cards to use.")
     cpu_processes: int = Field(
-        default=0, ge=0, le=64, description="Processes to start where there is no card at all. 0: no card is a refusal."
+        default=0,
+        ge=0,
+        le=64,
+        description="Number of processes to start if the machine has no card at all. 0: a machine without a card is refused.",
     )
     workdir: str | None = Field(
-        default=None, description="Where the command runs. Nothing: the source's folder, else the folder of job.yaml."
+        default=None,
+        description="Folder in which the command runs. Unset: the source's folder, else the folder of job.yaml.",
     )
-    source: Source | None = Field(default=None, description="Where the code comes from. Nothing: it is already here.")
-    setup: Texts = Field(default=(), description="Shell commands, run once per source in the training environment.")
+    source: Source | None = Field(default=None, description="Where the code comes from. Unset: it is already here.")
+    setup: Texts = Field(
+        default=(), description="Shell commands that run once per source, in the training environment."
+    )
     setup_timeout: SomeTime = Field(default=timedelta(minutes=30), description="Time limit for one setup command.")
-    data: tuple[DataItem, ...] = Field(default=(), description="Data brought in before training.")
-    outputs: Texts = Field(default=(), description="Folders copied to the store again and again, and at the end.")
+    data: tuple[DataItem, ...] = Field(default=(), description="Data to fetch before training.")
+    outputs: Texts = Field(
+        default=(), description="Folders that are copied to the store during training and at the end."
+    )
     env: Mapping[str, str] = Field(default_factory=dict, description="Environment of the training command.")
     secrets: tuple[SecretName, ...] = Field(
-        default=(), description="Names only; values come from the environment or /run/secrets."
+        default=(),
+        description="Names of secrets for the training command. Their values come from the environment or /run/secrets.",
     )
-    model: ModelSize | None = Field(default=None, description="Lets preflight and plan do sums.")
+    model: ModelSize | None = Field(
+        default=None,
+        description="Size and layout of the model, from which `preflight` and `plan` estimate memory and cost.",
+    )
     batch: Batch | None = Field(
         default=None,
-        description="The global batch is kept whatever the number of cards: accumulation is computed at each start, exported as VRAMFARM_GRAD_ACCUM, and put in for `{grad_accum}`.",
+        description="Keeps the global batch the same on any number of cards. Gradient accumulation is computed at each start, exported as VRAMFARM_GRAD_ACCUM, and filled in for `{grad_accum}`.",
     )
     checkpoint: CheckpointPolicy = Field(default=CheckpointPolicy(), description="Saving and resuming.")
-    offload: OffloadPolicy = Field(default=OffloadPolicy(), description="Copies off this machine.")
-    preflight: PreflightPolicy = Field(default=PreflightPolicy(), description="Checks before the job.")
-    restart: RestartPolicy = Field(default=RestartPolicy(), description="After a failed attempt.")
-    hang: HangPolicy = Field(default=HangPolicy(), description="When silence means trouble.")
-    logs: LogPolicy = Field(default=LogPolicy(), description="What ranks and launcher print.")
-    guard: GuardPolicy = Field(default=GuardPolicy(), description="When training itself goes wrong.")
-    limits: Limits = Field(default=Limits(), description="Time and money.")
-    finish: FinishPolicy = Field(default=FinishPolicy(), description="What becomes of the server.")
+    offload: OffloadPolicy = Field(default=OffloadPolicy(), description="Copies of checkpoints off this machine.")
+    preflight: PreflightPolicy = Field(default=PreflightPolicy(), description="Checks of the machine before the job.")
+    restart: RestartPolicy = Field(default=RestartPolicy(), description="What happens after a failed attempt.")
+    hang: HangPolicy = Field(
+        default=HangPolicy(), description="How long training may be silent before it counts as hung."
+    )
+    logs: LogPolicy = Field(default=LogPolicy(), description="Output of ranks and launcher.")
+    guard: GuardPolicy = Field(default=GuardPolicy(), description="When to give up a run whose loss goes wrong.")
+    limits: Limits = Field(default=Limits(), description="Limits of time and money.")
+    finish: FinishPolicy = Field(default=FinishPolicy(), description="What happens to the server at the end.")
     provider: ProviderPolicy = Field(default=ProviderPolicy(), description="Who rents the server out.")
     python: str = Field(
         default="auto",
-        description="The training interpreter, or a virtual environment. `auto`: the first of `python3` on PATH and the supervisor's own that has torch.",
+        description="The training interpreter, or a virtual environment. `auto`: `python3` on PATH, or else the supervisor's own interpreter; the first of them that has torch.",
     )
     notify: tuple[SecretName, ...] = Field(
         default=(),
-        description="Names of secrets that hold addresses to tell: an https:// address gets a JSON object, others are apprise's (`pip install 'vramfarm-runner[notify]'`). See docs/notifications.md.",
+        description="Names of secrets that hold addresses for messages. An https:// address gets a JSON object; other addresses are apprise's (`pip install 'vramfarm-runner[notify]'`). See docs/notifications.md.",
     )
 
     @field_validator("name")

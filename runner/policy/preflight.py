@@ -46,7 +46,7 @@ _SKEW_S: Final = 300.0  # stores refuse from 15 minutes on
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of docs/preflight.md: what is looked at, and what to do when it is not well."""
+    """One row of docs/preflight.md: what is looked at, and what to do when something is wrong."""
 
     looks_at: str
     advice: str
@@ -55,82 +55,83 @@ class Check:
 CHECKS: Final[Mapping[str, Check]] = {
     "cards": Check(
         "Number, model and memory of the cards that CUDA_VISIBLE_DEVICES lets through; whether the driver answers within 30 s.",
-        "No answer, or an error: rent another machine. Cards that differ work, at the pace of the slowest.",
+        "No answer, or an error: rent another machine. Cards of different kinds work, at the pace of the slowest.",
     ),
     "cards.health": Check(
-        "ECC errors since the driver was loaded, remapped memory rows, the recovery that the driver asks for, MIG, the compute mode.",
-        "A row that could not be remapped, a card that wants a reset or a reboot, or on which nothing may run: swap. The rest is said; remember it when a run fails.",
+        "ECC errors since the driver was loaded, remapped memory rows, the recovery action that the driver asks for, MIG, the compute mode.",
+        "Swap if a row could not be remapped, if a card needs a reset or a reboot, or if nothing may run on it. The rest is only logged; remember it when a run fails.",
     ),
     "cards.fit": Check(
-        "Where job.yaml has a `model`: what each card is expected to hold, against its memory. An estimate, as `plan` makes it.",
-        "The strategy that it names, a smaller `per_card`, or bigger cards: out of memory comes within the first steps.",
+        "If job.yaml has a `model`: what each card is expected to hold, against its memory. It is the same estimate that `plan` makes.",
+        "Use the strategy that it names, a smaller `per_card`, or bigger cards. Otherwise training runs out of memory within the first steps.",
     ),
     "cards.busy": Check(
         "Processes and memory in use on the cards before the job.",
-        "End what is yours (an old run, a notebook). If it is not yours, the cards are not yours alone: tell support.",
+        "End what is yours (an old run, a notebook). If it is not yours, you share the cards with somebody: tell support.",
     ),
     "cards.speed": Check(
         "Power limit against the card's own, clocks held down by heat or power, PCIe links narrower than the slot.",
-        "Slower, not broken. Compare the price with the speed of the first steps.",
+        "The card is slower, not broken. Compare the price with the speed of the first steps.",
     ),
     "cards.log": Check(
         "Xid errors in the kernel's log, where the container may read it.",
-        "An error of an earlier tenant may be cured. If training fails the same way, swap.",
+        "An error from an earlier tenant may be gone. If training fails the same way, swap.",
     ),
     "fabric": Check(
         "Whether every card of an NVSwitch board has joined its fabric.",
-        "`system not yet initialized` in CUDA: nothing inside the container mends it. Swap, and tell support.",
+        "`system not yet initialized` in CUDA: nothing inside the container can repair it. Swap, and tell support.",
     ),
     "links": Check(
         "`nvidia-smi topo -m` and `topo -p2p r`: what lies between the cards, the speed to expect, what it means for the job's strategy.",
-        "Without NVLink: DDP or ZeRO-2 before ZeRO-3 and FULL_SHARD, or a machine with SXM cards.",
+        "Without NVLink, prefer DDP or ZeRO-2 to ZeRO-3 and FULL_SHARD, or rent a machine with SXM cards.",
     ),
     "p2p": Check(
         "Whether each pair of cards may read the other's memory.",
-        "Usual on consumer cards, and slow for ZeRO-3. On NVLink it is a fault: swap.",
+        "No access is usual on consumer cards, and slow for ZeRO-3. On NVLink it is a fault: swap.",
     ),
     "comm": Check(
         "The communication test: a correct sum over all cards, bus bandwidth, and whether anything hangs.",
-        "The changes that were proved are set by themselves. What no change cures is a swap.",
+        "Changes that are proved to help are set automatically. If no change helps, swap.",
     ),
     "torch": Check(
         "Whether the training torch can compute on every card: driver against CUDA, the card's architecture.",
-        "An image with another torch, or a machine with a newer driver.",
+        "Use an image with another torch, or a machine with a newer driver.",
     ),
     "shared_memory": Check(
-        "Size and room of /dev/shm: NCCL and data workers die of a bus error when it is full.",
-        "Start the container with --ipc=host or --shm-size=16g. Until then the cards go around it (NCCL_SHM_DISABLE=1).",
+        "Size and free space of /dev/shm. NCCL and data workers die of a bus error when it is full.",
+        "Start the container with --ipc=host or --shm-size=16g. Until then the cards avoid it (NCCL_SHM_DISABLE=1).",
     ),
     "memory": Check(
         "System memory, or the container's limit, against the cards' memory and the staging of a checkpoint.",
-        "A larger machine, or a higher --memory: a save stages one copy of the state in it; where that is too much, `checkpoint.staging: chunked` needs 32 MB a card.",
+        "Use a larger machine, or a higher --memory: a save stages one copy of the state in memory. If that is too much, `checkpoint.staging: chunked` needs 32 MB per card.",
     ),
     "limits": Check(
-        "Open files and locked memory that a process may have.",
+        "How many open files and how much locked memory a process may have.",
         "docker run --ulimit nofile=65536:65536 --ulimit memlock=-1",
     ),
     "cores": Check(
-        "Processor cores a card, NUMA nodes.", "Four to eight a card feed data workers; else fewer workers."
+        "Processor cores per card, NUMA nodes.",
+        "Data workers need four to eight cores per card. With fewer cores, use fewer workers.",
     ),
     "disk": Check(
         "Whether the run folder is on a volume, its free space against keep_last + 2 checkpoints, and its synced write rate against the cadence.",
-        "Mount a volume at /workspace; a larger one, a smaller keep_last, or a longer save_interval.",
+        "Mount a volume at /workspace, or a larger one. Or set a smaller keep_last, or a longer save_interval.",
     ),
     "store": Check(
-        "Whether the store can be written, read back and deleted from, whether it refuses to replace what is there, its clock, and the rate of an upload.",
-        "Credentials that may delete; a longer save_interval where the rate is too low.",
+        "Whether objects can be written to the store, read back and deleted; whether it refuses to replace an existing object; its clock; the rate of an upload.",
+        "Use credentials that may delete. Set a longer save_interval if the rate is too low.",
     ),
     "software": Check(
-        "The script, paths of data in the command, modules that script and launcher will look for, files beside the script that hide a module, keys of services, ports.",
-        "Install what is missing in `setup`; rename the file.",
+        "The script, data paths in the command, modules that script and launcher need, files beside the script that hide a module, keys of services, ports.",
+        "Install in `setup` what is missing. Rename a file that hides a module.",
     ),
     "container": Check(
         "Which program is PID 1: the image's entrypoint, or what the provider put in its place.",
-        "Under another program start with `vramfarm-runner up`: a session over SSH that ends takes `run` with it.",
+        "Under another program, start with `vramfarm-runner up`: when an SSH session ends, it takes `run` with it.",
     ),
     "money": Check(
         "Whether the server's key is accepted (a harmless read), and whether the last upload fits before the deadline.",
-        "Give the key that the provider made for this server; an earlier limit, or a faster store.",
+        "Use the key that the provider made for this server; set an earlier limit, or use a faster store.",
     ),
     "time_limit": Check("Whether every check ended in time.", "What hangs there may hang in training."),
 }
