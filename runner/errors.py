@@ -5,6 +5,8 @@ codes stay unique and `docs/exit-codes.md` can be generated from it.
 A message says where, what was expected, what was found; `hint` says what to do.
 """
 
+import json
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 
 _MAX_DEPTH: Final = 40
@@ -27,6 +29,14 @@ def in_plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401  # JSON
         case list():
             return [in_plain(inner, depth + 1) for inner in value]
     return value
+
+
+def json_object(raw: bytes | str | None) -> dict[str, Any]:
+    """The object that others wrote as JSON; empty where there is none that makes sense."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(raw or b"{}")
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 class RunnerError(Exception):

@@ -190,6 +190,16 @@ class History:
     earlier: Earlier = Earlier()
 
     @property
+    def last(self) -> Attempt | None:
+        """The newest attempt, running or ended."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def running(self) -> Attempt | None:
+        """The newest attempt, until its exit is journaled."""
+        return self.last if self.last and self.last.ending is None else None
+
+    @property
     def next_number(self) -> int:
         """Of the next attempt: numbers go on over machines."""
         return max(self.earlier.last_attempt, *(attempt.number for attempt in self.attempts), 0) + 1

@@ -105,10 +105,10 @@ def _perform(action: Action, seen: Observed, journal: Journal, world: World) -> 
 
 def _remember_first_step(history: History, seen: Observed, journal: Journal) -> History:
     """A runner that dies hours later must not take them for the start."""
-    last = history.attempts[-1] if history.attempts else None
-    if last is None or last.ending or last.first_step_at or seen.first_step_at is None:
+    running = history.running
+    if running is None or running.first_step_at or seen.first_step_at is None:
         return history
-    return journal.note(events.stepped(last.number, seen.first_step_at))
+    return journal.note(events.stepped(running.number, seen.first_step_at))
 
 
 def _remember_unusable(history: History, seen: Observed, journal: Journal) -> History:

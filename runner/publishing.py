@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from runner.errors import json_object
 from runner.policy import ledger
 from runner.storage.disk import alone_in
 from runner.storage.offsite import Store, uploading
@@ -30,12 +31,7 @@ _LOGS_LATE_S: Final = 900.0  # a line that is never free of checkpoints carries 
 
 
 def read_json(store: Store, key: str) -> dict[str, Any]:
-    """An object of the store, empty where there is none that makes sense."""
-    raw = store.get(key, limit_bytes=_MAX_JSON_BYTES)
-    with suppress(ValueError, RecursionError):
-        fields = json.loads(raw or b"{}")
-        return fields if isinstance(fields, dict) else {}
-    return {}
+    return json_object(store.get(key, limit_bytes=_MAX_JSON_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ from runner.facts import (
     History,
     Lease,
     LeaseState,
-    Machine,
     Observed,
     Outcome,
     Progress,
@@ -71,7 +70,7 @@ from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_in
 from runner.policy.finish import ALL_OUTPUTS, is_safe, tell_draining, tell_missing_outputs
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
-from runner.policy.ledger import describe_machine, dump, merge
+from runner.policy.ledger import describe_machine, dump, identify_machine, merge
 from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
 from runner.policy.notices import tell_vanished
@@ -460,8 +459,7 @@ def phase(history: History, seen: Observed) -> str:
         return "RESTORING"
     if running & {TaskKind.SETUP, TaskKind.STAGE}:
         return "SETUP"
-    failed = bool(history.attempts) and history.attempts[-1].ending is Ending.FAILED
-    return "BACKOFF" if failed else "PREFLIGHT"
+    return "BACKOFF" if history.last and history.last.ending is Ending.FAILED else "PREFLIGHT"
 
 
 def _live_phase(seen: Observed) -> str:
@@ -503,8 +501,8 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
         "hang": seen.hang.reason if seen.hang else None,
         "straggler": seen.straggler or None,
         "save_error": seen.progress.save_error or None,
-        "attempt": history.attempts[-1].number if history.attempts else 0,
-        "env_changes": dict(history.attempts[-1].env) if history.attempts else {},
+        "attempt": history.last.number if history.last else 0,
+        "env_changes": dict(history.last.env) if history.last else {},
         "last_failure": _last_failure(history),
         "verdict": _verdict(seen),
         "checkpoints": _checkpoints(seen),
@@ -582,7 +580,7 @@ def _step(history: History, seen: Observed) -> int:
 
 def _steps_from(history: History, seen: Observed) -> str | None:
     """Who says the steps of the last attempt: ranks through the library, or lines of the log, which is a guess."""
-    if seen.progress.from_log or (history.attempts and history.attempts[-1].from_log):
+    if seen.progress.from_log or (history.last and history.last.from_log):
         return "log"
     return "library" if seen.progress.attached else None
 
@@ -684,18 +682,8 @@ def closing(job: Job, history: History, seen: Observed, around: Surroundings, en
 
 def _spendings(history: History, seen: Observed, around: Surroundings) -> tuple[Spending, ...]:
     """Of all machines of the run, this one last."""
-    server = around.server
-    known = Machine(
-        id=seen.machine or "here",
-        where=around.run_dir,
-        provider=server.provider if server else "",
-        server=server.id if server else "",
-        price_per_hour=server.price_per_hour if server else "",
-        currency=server.currency if server else "EUR",
-        opened_at=history.opened_at or seen.now,
-        paid_from=around.first_boot_at or history.opened_at or seen.now,
-        seen_at=seen.now,
-    )
+    paid_from = around.first_boot_at or history.opened_at or seen.now
+    known = identify_machine(seen.machine or "here", around.run_dir, around.server, paid_from)
     running = RunningAttempt(step=seen.progress.step, first_step_at=seen.first_step_at, from_log=seen.progress.from_log)
     machines = merge(seen.ledger or (), describe_machine(history, known, seen.now, running))
     newest = max((c.ref for c in (*seen.local, *(seen.offsite or ()))), default=None)

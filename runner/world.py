@@ -208,10 +208,10 @@ class RealWorld:
             last_save_s=self._last_save_s,
             last_upload_s=self._store.last_upload_s,
         )
-        if history.attempts and history.attempts[-1].ending is None:
+        if history.running:
             self._only_here = None
-            seen = self._sight.look(seen, history.attempts[-1])
-            ready = self._saves.ready(now, history.attempts[-1], seen.live)
+            seen = self._sight.look(seen, history.running)
+            ready = self._saves.ready(now, history.running, seen.live)
             return replace(seen, ready=ready, last_save_s=self._time_of_a_save(seen.last_save_s))
         seen = replace(seen, only_here=self._find_only_here(opened, tasks.get(TaskKind.OUTPUTS)))
         self._tidy_pages()  # only now: the page of a dead attempt says how far it came
@@ -339,18 +339,8 @@ class RealWorld:
     def _describe_machine(self) -> Machine:
         """This machine's entry in the ledger."""
         server, now = self._setting.server, self._clock.now()
-        opened = self._history.opened_at or now
-        known = Machine(
-            id=self._holder,
-            where=_describe_place(server, self._folder),
-            provider=server.provider if server else "",
-            server=server.id if server else "",
-            price_per_hour=server.price_per_hour if server else "",
-            currency=server.currency if server else "EUR",
-            opened_at=opened,
-            paid_from=self._setting.paid_from or opened,
-            seen_at=now,
-        )
+        paid_from = self._setting.paid_from or self._history.opened_at or now
+        known = ledger.identify_machine(self._holder, _describe_place(server, self._folder), server, paid_from)
         return ledger.describe_machine(self._history, known, now, self._sight.running())
 
     def notify(self, event: str, text: str) -> None:

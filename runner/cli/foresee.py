@@ -5,7 +5,6 @@ does nothing: where the next decision would need a deed, the deed is taken as do
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Final
 from runner.adapters.secrets import with_store_keys
 from runner.cli.load import LoadedJob
 from runner.cli.runs import is_alive
-from runner.errors import RunnerError
+from runner.errors import RunnerError, json_object
 from runner.facts import Checkpoint, Conclusion, Finished, History, Machine, Observed, Running, TaskKind
 from runner.figures import span
 from runner.folder import RunFolder
@@ -53,9 +52,8 @@ def foresee(loaded: LoadedJob, num_procs: int, *, ask_store: bool) -> Iterator[s
         yield "a runner is at work on this run: see status; a second one is refused (exit 5)"
         return
     history = events.read(folder.journal)
-    last = history.attempts[-1] if history.attempts else None
-    if last is not None and last.ending is None and attempts.live(last.id):
-        yield f"attempt {last.number} is still training without its runner: `run` goes on watching it"
+    if history.running and attempts.live(history.running.id):
+        yield f"attempt {history.running.number} is still training without its runner: `run` goes on watching it"
         return
     there, problem = _ask_store(job, ask_store=ask_store)
     if problem:
@@ -89,8 +87,8 @@ def _look(job: Job, folder: RunFolder, history: History, num_procs: int, there: 
         # what is uploaded and tidied beside the run decides nothing of it
         tasks=dict.fromkeys((TaskKind.UPLOAD, TaskKind.TIDY), Running(subject="", started_at=now, moved_at=_FAR)),
     )
-    if history.attempts and history.attempts[-1].ending is None:
-        at = folder.attempt(history.attempts[-1].number)
+    if history.running:
+        at = folder.attempt(history.running.number)
         seen = replace(seen, exit=attempts.read_exit(at), end=attempts.read_end(at))
     return seen
 
@@ -119,11 +117,8 @@ def _ask_store(job: Job, *, ask_store: bool) -> tuple[_Store, str]:
     except RunnerError as error:
         first = str(error).splitlines()[0]
         return _Store(), f"the store cannot be asked from here ({first}); a newer checkpoint there would be restored"
-    machines: tuple[Machine, ...] = ()
-    with suppress(ValueError, RecursionError):
-        machines = parse(json.loads(raw or b"{}"))
     over = parse_conclusion(survey.outcome) if survey.outcome else None
-    return _Store(checkpoints=survey.checkpoints, conclusion=over, ledger=machines), ""
+    return _Store(checkpoints=survey.checkpoints, conclusion=over, ledger=parse(json_object(raw))), ""
 
 
 def _decide(job: Job, history: History, seen: Observed) -> Iterator[str]:

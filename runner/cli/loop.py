@@ -8,7 +8,6 @@ exit code, and the last word to the guardian, so that a rented server does not s
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, SECRETS, find_server, with_secrets
@@ -50,7 +49,7 @@ from runner.probes import machine
 from runner.probes.unsaved import has_files
 from runner.storage import journal as events
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk, write_durable
+from runner.storage.disk import Disk, try_lock, write_durable
 from runner.storage.journal import Journal
 from runner.words import Surroundings
 from runner.world import RealWorld, Setting, identify_holder
@@ -235,7 +234,7 @@ def _locked(folder: RunFolder) -> Iterator[None]:
     """One runner a run folder: a restart waits for the one that is going, a second one is refused."""
     with folder.lock.open("a+") as file:
         deadline_s = time.monotonic() + LOCK_PATIENCE_S
-        while not _try_lock(file):
+        while not try_lock(file):
             if time.monotonic() >= deadline_s:
                 file.seek(0)
                 raise LockedError(
@@ -247,14 +246,6 @@ def _locked(folder: RunFolder) -> Iterator[None]:
         file.write(f"pid {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _has_trained(job: Job, journal: Journal) -> bool:
@@ -390,9 +381,7 @@ def find_wrong(setting: Setting) -> JobError | None:
 
 def _is_billed(setting: Setting, journal: Journal) -> bool:
     """Whether the loop is to write into the ledger what this start cost, before it ends. Not beside an attempt that lives."""
-    last = journal.history.attempts[-1] if journal.history.attempts else None
-    has_ended = last is None or last.ending is not None
-    return setting.server is not None and setting.job.offload.to is not None and has_ended
+    return setting.server is not None and setting.job.offload.to is not None and journal.history.running is None
 
 
 def how_many(job: Job, cards: int) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.adapters.frameworks import get_framework
+from runner.errors import json_object
 from runner.folder import RunFolder
 from runner.job import Job
 from runner.policy.rehearsal import Beat, Kill, Seen
@@ -55,7 +55,7 @@ class Eye:
     def look(self) -> Seen:
         code = self._child.poll()  # first: what an ended run wrote is all there
         history, status = journal.read(self._folder.journal), self._status()
-        last = history.attempts[-1] if history.attempts else None
+        last = history.last
         if last is not None:
             self._follow(last.id)
         self.beat()
@@ -139,8 +139,8 @@ class Eye:
         return bool(reader.read(live, None, cards_every_s=60).progress)
 
     def _status(self) -> Mapping[str, Any]:
-        with suppress(OSError, ValueError):
-            return dict(json.loads(self._folder.status.read_bytes()))
+        with suppress(OSError):
+            return json_object(self._folder.status.read_bytes())
         return {}
 
     def _store_trouble(self) -> tuple[str, bool, str]:
@@ -161,7 +161,6 @@ class Eye:
 
 
 def last_line(path: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, IndexError):
-        fields = json.loads(path.read_bytes()[-_TAIL_BYTES:].splitlines()[-1])
-        return fields if isinstance(fields, dict) else {}
+    with suppress(OSError, IndexError):
+        return json_object(path.read_bytes()[-_TAIL_BYTES:].splitlines()[-1])
     return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -12,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from runner.adapters.secrets import with_store_keys
 from runner.cli.output import Bar
-from runner.errors import JobError, LockedError, MachineError
+from runner.errors import JobError, LockedError, MachineError, json_object
 from runner.facts import Checkpoint
 from runner.job import ArchiveSource, GitSource, Job
 from runner.storage.checkpoints import CheckpointDir
-from runner.storage.disk import Disk
+from runner.storage.disk import Disk, try_lock
 from runner.supervise import page as pages
 from runner.supervise import process
 from runner.supervise.process import Process
@@ -42,7 +41,8 @@ def own_folder(real: Job, job: Job) -> Iterator[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / MARK).open("a+") as mark:
-            _lock(mark, root)
+            if not try_lock(mark):
+                raise LockedError(f"{root}: another rehearsal of this job is at work", hint="wait for it")
             end_run(root, read_mark(root))
             pages.remove_stale(root)
             empty(root, keep=frozenset({MARK}))
@@ -62,13 +62,6 @@ def own_folder(real: Job, job: Job) -> Iterator[Path]:
                         folder.rmdir()
     except OSError as error:
         raise MachineError(f"{error.filename or root}: {error.strerror or error}") from error
-
-
-def _lock(mark: IO[str], root: Path) -> None:
-    try:
-        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockedError(f"{root}: another rehearsal of this job is at work", hint="wait for it") from None
 
 
 def read_mark(root: Path) -> Process | None:
@@ -128,12 +121,7 @@ class Place:
 
     def _read(self) -> Mapping[str, Any] | None:
         raw = self.store.get(self._key)
-        if raw is None:
-            return None
-        with suppress(ValueError):
-            fields = json.loads(raw)
-            return fields if isinstance(fields, dict) else {}
-        return {}
+        return None if raw is None else json_object(raw)
 
     def clear(self) -> None:
         from runner.storage.offsite.tidying import remove_run  # noqa: PLC0415  # slow

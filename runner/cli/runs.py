@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -12,6 +12,7 @@ from runner.addresses import is_address
 from runner.cli.stores import Address, address_of
 from runner.cli.workspace import workspace_of
 from runner.errors import JobError
+from runner.storage.disk import try_lock
 
 if TYPE_CHECKING:
     from runner.job import Job
@@ -83,13 +84,8 @@ def is_run(folder: Path) -> bool:
 
 def is_alive(run_dir: Path) -> bool:
     """Whether a runner holds the lock of this run."""
-    try:
-        with (run_dir / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    with suppress(OSError), (run_dir / LOCK).open("rb") as file:
+        return not try_lock(file, shared=True)
     return False
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import fcntl
 import hashlib
 import json
 import os
@@ -37,7 +36,7 @@ from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import REFUSAL, digest
 from runner.cli.script import check_script
 from runner.cli.stores import address_of, open_run
-from runner.errors import JobError, LockedError, MachineError, StoreError
+from runner.errors import JobError, LockedError, MachineError, StoreError, json_object
 from runner.facts import Machine, Offer, Outcome, RentedServer, Server, ServerState
 from runner.job import ArchiveSource, Job, PathSource, ProviderName, parse_money
 from runner.policy import ledger
@@ -63,6 +62,7 @@ from runner.policy.night import (
 )
 from runner.policy.resume import is_elsewhere
 from runner.results import last_attempt
+from runner.storage.disk import Disk, try_lock, write_durable
 from runner.supervise.pack import pack
 
 STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
@@ -149,12 +149,7 @@ class Record:
     def remember(self, server: str, **fields: str) -> None:
         """Durable when this returns."""
         self.servers.setdefault(server, {}).update(fields)
-        fresh = self.path.with_suffix(".new")
-        with fresh.open("w") as file:
-            json.dump(self.servers, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
+        write_durable(Disk(), self.path, json.dumps(self.servers, indent=1).encode())
 
     def refused(self) -> frozenset[str]:
         return frozenset(server for server, fields in self.servers.items() if "refused" in fields)
@@ -188,10 +183,8 @@ def _alone(name: str) -> Iterator[Record]:
     folder = state_folder(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LockedError(f"{name}: another submit of this run is at work on this host") from None
+        if not try_lock(lock):
+            raise LockedError(f"{name}: another submit of this run is at work on this host")
         yield read_record(folder / f"{name}.json")
 
 
@@ -364,10 +357,7 @@ class _Submission:
             if getattr(error, "final", True):
                 raise
             return None
-        with suppress(ValueError):
-            fields = json.loads(raw or b"{}")
-            return fields if isinstance(fields, dict) else {}
-        return {}
+        return json_object(raw)
 
     # -------------------------------------------------------------------------------- act
 

@@ -201,7 +201,7 @@ class Teller:
 
     def _tell_scaling(self, seen: Observed, history: History) -> None:
         """Once an attempt, when it is sure."""
-        attempt = history.attempts[-1].number if history.attempts else 0
+        attempt = history.last.number if history.last else 0
         if self._scaling_told == attempt or not (line := tell_scaling(self._job, history, seen)):
             return
         self._scaling_told = attempt

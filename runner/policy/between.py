@@ -185,7 +185,7 @@ def _expect_disk(job: Job, history: History, seen: Observed) -> Action | None:
 
 def _is_full(free_bytes: int, history: History, seen: Observed) -> bool:
     """Without any room; or an attempt died of it, and there still is none for one more checkpoint."""
-    found = history.attempts[-1].diagnosis if history.attempts else None
+    found = history.last.diagnosis if history.last else None
     return free_bytes < FULL_BYTES or (found is not None and found.label == DISK_FULL and not has_room(seen))
 
 

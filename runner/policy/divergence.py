@@ -67,9 +67,8 @@ def _is_marked(ref: Ref, marks: Collection[tuple[int, int]]) -> bool:
 
 def newest_good(local: tuple[Checkpoint, ...], history: History, found: Divergence | None) -> Ref | None:
     """The newest checkpoint from before the loss went wrong; it is what a person goes on from."""
-    last = history.attempts[-1] if history.attempts else None
     marks = _marks(history)
-    if last and found and last.ending is None:
-        marks.add((last.number, first_distrusted(last, found)))
+    if found and history.running:
+        marks.add((history.running.number, first_distrusted(history.running, found)))
     refs = [c.ref for c in local if not _is_marked(c.ref, marks)]
     return max(refs, default=None)

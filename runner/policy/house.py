@@ -49,7 +49,7 @@ def _survey(job: Job, seen: Observed) -> Action | None:
 
 def _open_again(history: History, seen: Observed) -> Action | None:
     """Of an attempt that was launched while the store was away; before what it saves is sent there."""
-    if seen.concluded_elsewhere is None or not history.attempts or history.attempts[-1].ending is not None:
+    if seen.concluded_elsewhere is None or history.running is None:
         return None
     return begin(TaskKind.REOPEN, tell_end(seen.concluded_elsewhere), seen)
 
@@ -115,7 +115,7 @@ def newest_unsafe(job: Job, seen: Observed) -> Ref | None:
 def tidy(job: Job, history: History, seen: Observed) -> Action | None:
     refs = [c.ref for c in seen.local]
     in_use = {ref for ref in refs if ref.name == _subject(seen.tasks.get(TaskKind.UPLOAD))}
-    in_use |= {a.resume for a in history.attempts[-1:] if a.resume is not None and a.ending is None}
+    in_use |= {history.running.resume} if history.running and history.running.resume else set()
     if seen.divergence is not None and (good := newest_good(seen.local, history, seen.divergence)):
         in_use.add(good)
     plan = plan_retention(refs, keep_last=job.checkpoint.keep_last, in_use=in_use)
@@ -196,7 +196,7 @@ def publish_now_and_then(job: Job, history: History, seen: Observed) -> Action |
     """
     if job.offload.to is None or not history.machine or history.opened_at is None:
         return None
-    last = history.attempts[-1] if history.attempts else None
+    last = history.last
     what = f"attempt {last.number} {last.ending or 'runs'}" if last else "joined"
     whole = f"{what}, {(seen.now - history.opened_at) // PUBLISH_EVERY}"
     state = seen.tasks.get(TaskKind.PUBLISH)

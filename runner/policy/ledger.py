@@ -16,7 +16,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from runner.errors import in_plain
-from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine
+from runner.facts import Attempt, Earlier, Ending, Exit, History, Machine, Server
 from runner.policy.money import billed, tariff_of
 from vramfarm.protocol import Ref
 
@@ -34,13 +34,22 @@ class Running:
     from_log: bool = False
 
 
+def identify_machine(id_: str, where: str, server: Server | None, paid_from: datetime) -> Machine:
+    """What does not change of a machine's entry."""
+    machine = Machine(id=id_, where=where, opened_at=paid_from, paid_from=paid_from, seen_at=paid_from)
+    if server is None:
+        return machine
+    price, currency = server.price_per_hour, server.currency
+    return replace(machine, provider=server.provider, server=server.id, price_per_hour=price, currency=currency)
+
+
 def describe_machine(history: History, known: Machine, now: datetime, running: Running | None = None) -> Machine:
-    """This machine's entry as of now; `known` is what does not change, `running` how far the live attempt is."""
+    """This machine's entry as of now; `known` is what does not change (`identify_machine`), `running` how far the live attempt is."""
     opened = history.opened_at or now
     attempts = history.attempts
-    if running and attempts and attempts[-1].ending is None:
-        first_step_at = attempts[-1].first_step_at or running.first_step_at
-        last = replace(attempts[-1], step=running.step, first_step_at=first_step_at, from_log=running.from_log)
+    if running and history.running:
+        first_step_at = history.running.first_step_at or running.first_step_at
+        last = replace(history.running, step=running.step, first_step_at=first_step_at, from_log=running.from_log)
         attempts = (*attempts[:-1], last)
     return replace(
         known,

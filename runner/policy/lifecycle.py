@@ -19,8 +19,8 @@ def decide(job: Job, history: History, seen: Observed) -> Action:
         return first
     if seen.live is not None:
         return while_live(job, history, seen, seen.live)
-    if history.attempts and history.attempts[-1].ending is None:
-        return commit_last(seen) or _record_exit(history, history.attempts[-1], seen)
+    if history.running:
+        return commit_last(seen) or _record_exit(history, history.running, seen)
     if history.conclusion:
         return after_the_end(job, history, seen)
     return between_attempts(job, history, seen)
@@ -34,7 +34,7 @@ def _go_on(history: History, seen: Observed) -> GoOn | None:
     """
     over = history.conclusion
     if over is not None and over.outcome is Outcome.REFUSED:
-        last = history.attempts[-1] if history.attempts else None
+        last = history.last
         is_other = last is not None and (last.boot_id != seen.boot_id or last.launched_at > over.at)
         return GoOn("this is not the machine that was at fault") if is_other else None
     limit = limit_at(history, seen)

@@ -74,7 +74,7 @@ def _stop_doubt(history: History, seen: Observed) -> Iterator[Notify]:
 
 def _failed(history: History, action: Action) -> Iterator[Notify]:
     """The last word of a job that is given up has it all: no message of its own."""
-    last = history.attempts[-1] if history.attempts else None
+    last = history.last
     if last is None or last.ending is not Ending.FAILED or last.ended_at is None or isinstance(action, Conclude | End):
         return
     told = history.notified.get("failed", _NEVER)

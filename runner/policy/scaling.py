@@ -23,8 +23,8 @@ _POOR: Final = 0.75  # of what the number of cards promises: two cards usually r
 
 def tell_scaling(job: Job, history: History, seen: Observed) -> str:
     """One line where the cards of this attempt, or of the one before, bring less than they should; else empty."""
-    rate, now = seen.progress.steps_per_s, history.attempts[-1] if history.attempts else None
-    if not rate or seen.progress.from_log or now is None or now.ending is not None or not _is_measured(now, seen):
+    rate, now = seen.progress.steps_per_s, history.running
+    if not rate or seen.progress.from_log or now is None or not _is_measured(now, seen):
         return ""
     earlier = (a for a in reversed(history.attempts[:-1]) if _is_comparable(a, now))
     before = next(earlier, None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from runner.errors import in_plain, one_line
+from runner.errors import in_plain, json_object, one_line
 from runner.policy import ledger
 from runner.policy.goodput import share_out
 from runner.report.model import Report, Sample, Saved
@@ -32,7 +31,7 @@ def gather_folder(run_dir: Path) -> Report:
             return (run_dir / name).read_bytes()[:_MAX_BYTES]
         return None
 
-    status = _object(read(STATUS))
+    status = json_object(read(STATUS))
     machines = status.get("machines")
     own = [(len(machines) if isinstance(machines, list) else 1, METRICS)]
     return _report(str(run_dir), read, status, {"machines": machines}, own, _saved(status))
@@ -44,7 +43,7 @@ def gather_store(store: Store, job: str) -> Report:
     def read(name: str) -> bytes | None:
         return store.get(f"{job}/{name}", limit_bytes=_MAX_BYTES)
 
-    status, found = _object(read(STATUS)), _object(read("ledger.json"))
+    status, found = json_object(read(STATUS)), json_object(read("ledger.json"))
     number = len(ledger.parse(found))
     metrics = [(n, f"machines/{n:04d}/{METRICS}") for n in range(1, number + 1)]
     whole = surveying.survey_readable(store, job).checkpoints
@@ -62,7 +61,7 @@ def _report(  # noqa: PLR0913, PLR0917  # what differs between a folder and a st
     metrics: list[tuple[int, str]],
     saved: tuple[Saved, ...],
 ) -> Report:
-    job = _object(read("job.json"))
+    job = json_object(read("job.json"))
     return Report(
         address=address,
         status=in_plain(status),
@@ -87,7 +86,7 @@ def _saved(status: Mapping[str, Any]) -> tuple[Saved, ...]:
 def _samples(machine: int, raw: bytes) -> Iterator[Sample]:
     for line in raw.splitlines()[-_MAX_SAMPLES:]:
         with suppress(KeyError, TypeError, ValueError, OverflowError):
-            found = _object(line)
+            found = json_object(line)
             loss, rate = found.get("loss"), found.get("steps_per_s")
             at, step = datetime.fromisoformat(found["at"]), int(found["step"])
             if at.tzinfo is None or not 0 <= step < _MAX_STEP:
@@ -100,10 +99,3 @@ def _samples(machine: int, raw: bytes) -> Iterator[Sample]:
                 loss=None if loss is None else float(loss),
                 steps_per_s=None if rate is None else float(rate),
             )
-
-
-def _object(raw: bytes | None) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        found = json.loads(raw or b"{}")
-        return found if isinstance(found, dict) else {}
-    return {}

@@ -7,8 +7,6 @@ Here servers are processes, each in a folder of its own; in `engine.py` they are
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 import signal
@@ -20,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol
 
+from runner.errors import json_object
 from runner.simulator import container
 from runner.simulator.model import Policy
+from runner.storage.disk import try_lock
 from runner.supervise.process import Process, end_all, identify, kill
 
 KILLED: Final = 137
@@ -159,12 +159,10 @@ class ProcessHost:
         env = {**inherited, **boot.env, "VRAMFARM_WORKSPACE": str(self.disk(server_id).resolve())}
         lock = os.open(folder / "container.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            spec = {"argv": list(argv), "env": env, "cwd": str(self.disk(server_id)), "number": boot.number}
-            container.write_durably(folder / "container.json", spec)
-            self._spawn(folder, lock)
-        except BlockingIOError:
-            return
+            if try_lock(lock):
+                spec = {"argv": list(argv), "env": env, "cwd": str(self.disk(server_id)), "number": boot.number}
+                container.write_durably(folder / "container.json", spec)
+                self._spawn(folder, lock)
         finally:
             os.close(lock)
 
@@ -193,12 +191,9 @@ class ProcessHost:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not try_lock(lock)
         finally:
             os.close(lock)
-        return False
 
     def any_running(self) -> bool:
         return any(self.is_running(folder.name) for folder in self._servers.glob("srv_*"))
@@ -258,8 +253,6 @@ class ProcessHost:
 
 def read_notes(path: Path) -> dict[str, Any]:
     """What was written down there; nothing if it was not."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    with suppress(OSError):
+        return json_object(path.read_bytes())
+    return {}

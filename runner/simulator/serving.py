@@ -4,7 +4,6 @@ A farm that is served: the API on a port of loopback, its ticks, and what its se
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
@@ -29,6 +28,7 @@ from runner.simulator.host import OUR_IMAGE, Host, ProcessHost
 from runner.simulator.model import Machine, Rented
 from runner.simulator.problem import Problem
 from runner.simulator.store import Store
+from runner.storage.disk import try_lock
 
 LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(20_000, 32_000)  # below those that the kernel gives to clients, so that it stays ours
@@ -63,14 +63,10 @@ class Options:
 def only_one(state: Path) -> Iterator[Callable[[], bool]]:
     """Hold the state folder; gives a function that says whether it is still there and ours."""
     with (state / "simulator.lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             lock.seek(0)
             holder = lock.read().strip() or "one that just starts"
-            raise BusyError(
-                f"{state}: another simulator runs here ({holder}); end it, or take another --state"
-            ) from None
+            raise BusyError(f"{state}: another simulator runs here ({holder}); end it, or take another --state")
         lock.truncate(0)
         lock.write(f"pid {os.getpid()}")
         lock.flush()

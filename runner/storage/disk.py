@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 _NOT_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _FICLONE: Final = 0x40049409  # linux/fs.h
@@ -158,6 +158,15 @@ def write_durable(disk: Disk, path: Path, data: bytes) -> None:
     disk.sync(temporary)
     disk.rename(temporary, path)
     disk.sync(path.parent)
+
+
+def try_lock(file: IO[Any] | int, *, shared: bool = False) -> bool:
+    """Have the lock of a file, as long as that is open. False: somebody else has it, and is not waited for."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_SH if shared else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from runner.adapters.providers.contract import Answer, Reply
+from runner.errors import json_object
 from runner.facts import ServerState
 
 OK: Final = frozenset({200, 201, 202, 204})
@@ -16,11 +16,7 @@ REFUSED: Final = frozenset({401, 403})
 
 def read_fields(reply: Reply) -> Mapping[str, Any]:
     """The JSON object of the body; empty if it is something else."""
-    try:
-        fields = json.loads(reply.body)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+    return json_object(reply.body)
 
 
 def unknown(reply: Reply, hints: Mapping[int, str]) -> Answer:
