@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Literal
 from vramfarm import protocol
 from vramfarm.protocol import Manifest
 
+_LOOKS = 10  # at a folder that somebody else prunes meanwhile
 _MAX_MANIFEST_BYTES = 4 * protocol.MAX_MANIFEST_BYTES  # what was written before there was a limit is read
 
 
@@ -37,9 +38,14 @@ class UnsyncedError(OSError):
 
 
 def committed(directory: Path) -> list[Stored]:
-    """Return the committed checkpoints, the newest first."""
-    found = [read(path) for path in _named(directory)]
-    return sorted((s for s in found if isinstance(s, Stored)), key=lambda s: s.manifest.ref, reverse=True)
+    """Return the committed checkpoints, the newest first. What was removed while we looked has newer ones, so we look again."""
+    found: list[Stored] = []
+    for _ in range(_LOOKS):
+        read_ones = [(path, read(path)) for path in _named(directory)]
+        found = [one for _, one in read_ones if isinstance(one, Stored)]
+        if all(isinstance(one, Stored) or os.path.lexists(path) for path, one in read_ones):
+            break
+    return sorted(found, key=lambda s: s.manifest.ref, reverse=True)
 
 
 def broken(directory: Path) -> list[str]:

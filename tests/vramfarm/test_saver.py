@@ -655,6 +655,32 @@ def test_without_a_supervisor_the_newest_stay(tmp_path):
     assert [] == wrong(tmp_path / "checkpoints")
 
 
+def test_who_looks_while_checkpoints_come_and_go_sees_as_many_as_are_kept(tmp_path):
+    """
+    One that is removed between the listing and the reading has newer ones, which the listing lacked.
+    """
+    seen = []
+
+    def save(step):
+        temporary = tmp_path / f".tmp-{step}"
+        temporary.mkdir()
+        (temporary / "shard").write_bytes(b"x")
+        shards = (protocol.Shard("shard", 1, (zlib.crc32(b"x"),)),)
+        folder.commit(temporary, protocol.Manifest("job", 0, step, "0123abcd", 1, 1, "", "crc32", shards))
+        folder.prune(tmp_path, 2)
+        time.sleep(0.003)  # a look is shorter than ten saves
+
+    save(1)
+    save(2)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(lambda: [save(step) for step in range(3, 200)])
+        while not saving.done():
+            seen.append(len(folder.committed(tmp_path)))
+        saving.result()
+
+    assert {2, 3} >= set(seen)
+
+
 def test_one_writer_to_a_folder(tmp_path):
     """
     A second attempt's saver waits until the first one's is gone.
