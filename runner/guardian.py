@@ -281,13 +281,10 @@ class Guardian:
     def _end_run(self) -> None:
         self._signal_runner(signal.SIGKILL)
         find_run, limit = self._find_run, self._waits.killed
-        try:
-            left = int(apart(lambda: b"%d" % len(end_all(find_run, timeout_s=limit)), 1.5 * limit))
-        except (
-            OSError
-        ):  # whoever asks for the environment of a process that hangs may hang, too: by who started whom, then
-            left = len(end_all(self._descendants, timeout_s=limit))
-        if left:
+        with suppress(OSError):  # whoever looks at a process that hangs may hang, too
+            apart(lambda: b"%d" % len(end_all(find_run, timeout_s=limit)), 1.5 * limit)
+        # the mark of one that hangs cannot be read: by who started whom, then
+        if left := len(end_all(self._descendants, timeout_s=limit)):
             log(f"{left} of the processes of the run hang in the kernel")
         self._reap()
 

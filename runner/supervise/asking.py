@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from runner.supervise import process
+from runner.supervise import memory
 from runner.supervise.pulse import rank_of
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "busybox", "ksh", "mksh", "zsh", "fish"})
@@ -66,7 +66,7 @@ def _may_train(parent: _One, child: _One) -> bool:
 def _look(pid: int) -> _One | None:
     """None: it is gone."""
     try:
-        fields = dict(line.split(":", 1) for line in process.read(f"/proc/{pid}/status").decode().splitlines())
+        fields = dict(line.split(":", 1) for line in memory.read(f"/proc/{pid}/status").decode().splitlines())
         if fields["State"].split()[0] in "ZX":
             return None
         masks = [int(fields[name], 16) for name in ("SigCgt", "SigBlk") if name in fields]

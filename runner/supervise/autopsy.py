@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from runner.supervise import process
+from runner.supervise import memory, process
 from runner.supervise.logs import find_streams, read_tail
 from runner.supervise.pulse import rank_of
 from runner.supervise.recorder import Recorded, compare, missing, read_dumps, tell, tell_last
@@ -87,7 +87,11 @@ def _tree(found: Sequence[process.Process]) -> Iterator[str]:
         with suppress(OSError, IndexError):
             f = [field.decode() for field in process.stat_fields(one.pid)]
             cpu = int(f[11]) + int(f[12])
-            command = process.read(f"/proc/{one.pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")[:300]
+            words = process.ask(one.pid, "cmdline")
+            told = (
+                f"({_proc(one.pid, 'comm')}) hangs in a page fault, or behind one".encode() if words is None else words
+            )
+            command = told.replace(b"\0", b" ").decode(errors="replace")[:300]
             rank = rank_of(one.pid)
             yield (
                 f"{one.pid} {f[1]} {f[0]} {f[17]} {cpu} {f[21]} {_proc(one.pid, 'wchan') or '-'} "
@@ -106,7 +110,7 @@ def _of_proc(pid: int) -> str:
 
 def _proc(pid: int, name: str) -> str:
     with suppress(OSError):  # gone, or not for us to see
-        return process.read(f"/proc/{pid}/{name}").decode(errors="replace").strip()
+        return memory.read(f"/proc/{pid}/{name}").decode(errors="replace").strip()
     return ""
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.facts import Live, Pulse, RankPulse, Stage
-from runner.supervise import process
+from runner.supervise import memory, process
 from runner.supervise.cards import Cards
 from runner.supervise.logs import Stream, clean, find_streams
 from runner.supervise.triage.evidence import PROGRESS
@@ -157,7 +157,7 @@ def _stat(pid: int) -> _Stat | None:
 def rank_of(pid: int) -> int | None:
     """The local rank that a process was started as, or a process above it; None: none."""
     with suppress(OSError, ValueError):
-        for entry in process.read(f"/proc/{pid}/environ").split(b"\0"):
+        for entry in (process.ask(pid, "environ") or b"").split(b"\0"):
             name, _, value = entry.partition(b"=")
             if name == b"LOCAL_RANK":
                 return int(value)
@@ -167,21 +167,21 @@ def rank_of(pid: int) -> int | None:
 def _io_bytes(pid: int) -> int:
     """Bytes through read and write, from whatever they came: a cache, a disk, a pipe."""
     with suppress(OSError, ValueError, IndexError):
-        lines = process.read(f"/proc/{pid}/io").splitlines()
+        lines = memory.read(f"/proc/{pid}/io").splitlines()
         return sum(int(line.split()[1]) for line in lines[:2])
     return 0
 
 
 def _dirty_bytes() -> int:
     with suppress(OSError, ValueError, IndexError):
-        lines = process.read("/proc/meminfo").splitlines()
+        lines = memory.read("/proc/meminfo").splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith((b"Dirty:", b"Writeback:")))
     return 0
 
 
 def _received_bytes() -> int:
     with suppress(OSError, ValueError, IndexError):
-        lines = process.read("/proc/net/dev").decode().splitlines()[2:]
+        lines = memory.read("/proc/net/dev").decode().splitlines()[2:]
         return sum(int(line.partition(":")[2].split()[0]) for line in lines if not line.strip().startswith("lo:"))
     return 0
 

@@ -27,6 +27,7 @@ from pathlib import Path
 _RECORD_BYTES = 512
 _OPEN_FILES = 65_535
 _MAX_LEFT = 12  # fit into a record
+_PATIENCE_S = 1.0  # with each process that hangs
 _PR_SET_CHILD_SUBREAPER = 36
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _PIECE_BYTES = 8 << 20
@@ -120,13 +121,24 @@ def _is_below_us(pid: int, found: Mapping[int, tuple[int, int]]) -> bool:
 
 
 def _is_marked(pid: int) -> bool | None:
-    """Whether it has the attempt's environment; None: it is gone, somebody else's, whom we cannot end, or a saver, which outlives us."""
+    """
+    Whether it has the attempt's environment. None: it is gone, somebody else's, whom we cannot end, or a saver, which outlives us.
+
+    Or it hangs in a page fault of a disk that does not answer, and so would whoever reads its memory: in a thread, which
+    is left behind, so that the exit is written down. It has its mark when it comes back.
+    """
     mark = f"VRAMFARM_ATTEMPT_ID={os.environ.get('VRAMFARM_ATTEMPT_ID')}".encode()
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return None if b"VRAMFARM_ROLE=saver" in entries else mark in entries
+    found: list[bytes] = []
+    reader = threading.Thread(target=_read_environ, args=(pid, found), daemon=True)
+    reader.start()
+    reader.join(_PATIENCE_S)
+    entries = found[0].split(b"\0") if found else []
+    return None if not found or b"VRAMFARM_ROLE=saver" in entries else mark in entries
+
+
+def _read_environ(pid: int, found: list[bytes]) -> None:
+    with suppress(OSError):
+        found.append(Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def _read_ahead(checkpoint: str) -> None:
