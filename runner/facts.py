@@ -690,7 +690,7 @@ class StoreTrial:
     rate: float | None = None
     deletes: bool = True
     is_exclusive: bool = True  # `put_new` refuses what is there
-    lacks: str = ""  # of what confirms a large file, in words
+    confirms: str = ""  # what of a large file, in words
     missing_rights: tuple[str, ...] = ()  # that an upload does without, at a price
     skew_s: float = 0.0  # the store's clock less ours
 

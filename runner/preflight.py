@@ -69,7 +69,7 @@ from runner.probes.readings import read
 from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
-from runner.storage.offsite import LACKS, PREFLIGHT, OffsiteError, Store, open_store
+from runner.storage.offsite import PREFLIGHT, OffsiteError, Store, open_store
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import Env
 
@@ -420,7 +420,7 @@ def _try_store(mission: Mission) -> StoreTrial:
         rate=min(rate, mission.job.offload.max_bandwidth or rate),
         deletes=_can_delete(store, [*keys, *stale]),
         is_exclusive=abilities.conditional,
-        lacks=LACKS[abilities.checksums],
+        confirms=abilities.confirmed,
         missing_rights=missing_rights,
         skew_s=(modified - asked_at).total_seconds(),
     )

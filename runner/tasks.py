@@ -32,7 +32,6 @@ from runner.publishing import LEDGER, Publishing, read_json
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import (
-    LACKS,
     OffsiteError,
     Store,
     comparing,
@@ -208,13 +207,13 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     )
     job, ledger = (read_json(store, f"{arguments['job']}/{name}") for name in ("job.json", LEDGER))
     progress(0.0, "listing")
-    seen, lacks = look(store, arguments), LACKS[abilities.checksums]
+    seen = look(store, arguments)
     return {
         **seen,
         "job": job,
         "ledger": ledger,
         "abilities": asdict(abilities),
-        "summary": f"{seen['summary']}; {lacks}" if lacks else seen["summary"],
+        "summary": f"{seen['summary']}; {abilities.confirmed}",
     }
 
 

@@ -21,8 +21,8 @@ _BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 1 << 20
 _LATE_S = 0.05
 _HELD_S = 0.01
-_CHECKSUM = b"x-amz-checksum-crc32"
-_DIGESTS = {_CHECKSUM, b"content-md5"}
+_CHECKSUMS = (b"x-amz-checksum-crc64nvme", b"x-amz-checksum-crc32")
+_DIGESTS = {*_CHECKSUMS, b"content-md5"}
 _NOD = b'HTTP/1.1 200 OK\r\netag: "new"\r\ncontent-length: 4\r\n\r\n<a/>'
 
 
@@ -61,10 +61,11 @@ class FaultProxy:
         self.hosts: set[str] = set()  # what they were addressed to; `http_proxy` brings any name here
         self.without_headers: tuple[str, ...] = ()  # what the answers are robbed of: x-amz-checksum-…
         self.refused_headers: tuple[str, ...] = ()  # requests with one are answered 501 NotImplemented
+        self.answers: dict[str, tuple[int, str]] = {}  # the same by header, with a status and a code
         self.ignored_headers: tuple[str, ...] = ()  # puts with one succeed, whatever the header asked for
         self.wants_digests = False  # as a bucket with a default retention does
         self.repeats_checksums = False  # it compares none, and says of an object what it was told
-        self._checksums: dict[str, bytes] = {}
+        self._checksums: dict[str, tuple[bytes, bytes]] = {}
 
     def __enter__(self):
         ready = threading.Event()
@@ -172,8 +173,10 @@ class FaultProxy:
         raise _CutError
 
     def _refusal(self, head: _Head) -> Fault | None:
-        if any(name.encode() in head.fields for name in self.refused_headers):
-            return Fault(answer=(501, "NotImplemented"))
+        answers = {**dict.fromkeys(self.refused_headers, (501, "NotImplemented")), **self.answers}
+        for name, answer in answers.items():
+            if name.encode() in head.fields:
+                return Fault(answer=answer)
         if self.wants_digests and head.operation in {"PutObject", "UploadPart"} and not _DIGESTS & head.fields.keys():
             return Fault(answer=(400, "InvalidRequest"))
         return None
@@ -212,12 +215,12 @@ class FaultProxy:
         return answer
 
     def _repeat_checksum(self, head: _Head, answer: _Head) -> None:
-        told = head.fields.get(_CHECKSUM)
+        told = next(((name, head.fields[name]) for name in _CHECKSUMS if name in head.fields), None)
         if told is not None and head.operation in {"PutObject", "CompleteMultipartUpload"}:
             self._checksums[head.path] = told
         if head.method == "HEAD" and head.path in self._checksums:
-            answer.raw = [line for line in answer.raw if not line.lower().startswith(_CHECKSUM + b":")]
-            answer.raw.append(_CHECKSUM + b": " + self._checksums[head.path])
+            answer.raw = [line for line in answer.raw if not line.lower().startswith(_CHECKSUMS)]
+            answer.raw.append(b": ".join(self._checksums[head.path]))
 
     async def _answer(self, head: _Head, answer: _Head | None, far_reader, writer, fault: Fault) -> bool:
         if fault.held:

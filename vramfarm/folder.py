@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -108,6 +108,8 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     `ValueError`: its manifest would be too large to be read.
     """
     raw = protocol.dump_manifest(manifest)
+    if len(raw) > protocol.MAX_MANIFEST_BYTES:  # of more than 4 TB: no reader needs the second list
+        raw = protocol.dump_manifest(replace(manifest, shards=tuple(replace(s, crc64nvme=()) for s in manifest.shards)))
     if len(raw) > protocol.MAX_MANIFEST_BYTES:
         raise ValueError(_too_large(manifest, len(raw)))
     _write(temporary / protocol.MANIFEST, raw)

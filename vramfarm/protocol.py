@@ -61,7 +61,9 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
-MAX_MANIFEST_BYTES: Final = 16 << 20  # enough for 10 TB; hostile JSON of this size takes half a GB to read
+MAX_MANIFEST_BYTES: Final = (
+    16 << 20
+)  # enough for 10 TB, for 4 with both lists; hostile JSON of this size takes half a GB to read
 WAITING: Final = "waiting: "  # begins what `ControlPage.error` says of a save that has not failed
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
@@ -134,11 +136,16 @@ def frozen_name(rank: int, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a checkpoint: `checksums` has one entry per `CHUNK_BYTES`, the last may be short."""
+    """
+    One file of a checkpoint: `checksums` has one entry per `CHUNK_BYTES`, the last may be short.
+
+    `crc64nvme` has as many, for a store that confirms it, or none: who saved could not compute them.
+    """
 
     path: str
     size_bytes: int
     checksums: tuple[int, ...]
+    crc64nvme: tuple[int, ...] = field(default=(), compare=False)  # says no more of the bytes
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,9 @@ class Manifest:
 def dump_manifest(manifest: Manifest) -> bytes:
     """Bytes of MANIFEST.json; `parse_manifest` gives the manifest back."""
     fields = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(manifest)}
+    for shard in fields["shards"]:
+        if not shard["crc64nvme"]:
+            del shard["crc64nvme"]
     return json.dumps(fields, sort_keys=True, allow_nan=True).encode()
 
 
@@ -220,10 +230,15 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
     path = _text(entry, "path")
     _expect(is_inside(path), "shards.path", "a relative path inside the checkpoint", path)
     size = _whole(entry, "size_bytes")
-    checksums = tuple(_list_of(entry, "checksums", int))
-    _expect(len(checksums) == math.ceil(size / CHUNK_BYTES), "shards.checksums", "one per chunk", len(checksums))
-    _expect(all(0 <= c < 1 << 64 for c in checksums), "shards.checksums", "64-bit numbers", "a larger one")
-    return Shard(path, size, checksums)
+    further = _parse_checksums(entry, "crc64nvme", size) if "crc64nvme" in entry else ()
+    return Shard(path, size, _parse_checksums(entry, "checksums", size), further)
+
+
+def _parse_checksums(entry: dict[str, Any], name: str, size: int) -> tuple[int, ...]:
+    checksums = tuple(_list_of(entry, name, int))
+    _expect(len(checksums) == math.ceil(size / CHUNK_BYTES), f"shards.{name}", "one per chunk", len(checksums))
+    _expect(all(0 <= c < 1 << 64 for c in checksums), f"shards.{name}", "64-bit numbers", "a larger one")
+    return checksums
 
 
 def is_inside(path: str) -> bool:

@@ -19,14 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from vramfarm import protocol
-from vramfarm.checksum import crc32
+from vramfarm.checksum import crc32, find_crc64nvme
 from vramfarm.protocol import Shard
 
 CALL_BYTES: Final = 256 << 20  # written by one call
 _SUMMERS: Final = 4  # threads of a shard
+_WARM_BYTES: Final = 512 << 10  # summed twice while a core's cache has them
 _TOGETHER_S: Final = 10.0
 _BLOCK: Final = 4096
 _PROBES: Final = 12  # pieces that show whether a disk is slow at memory that is new to it
@@ -37,6 +38,7 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _libc: Final = ctypes.CDLL(None, use_errno=True)
+_T = TypeVar("_T")
 
 
 def write_shard(path: Path, memory: memoryview, size: int) -> Shard:
@@ -47,30 +49,42 @@ def write_shard(path: Path, memory: memoryview, size: int) -> Shard:
 def write_windows(path: Path, size: int, windows: Iterator[memoryview], window_bytes: int) -> Shard:
     """The same of memory that holds so many bytes at a time, whole chunks; the next window is asked for when one is written."""
     target = _Target(path, size)
-    checksums: list[int] = []
+    checksums: list[tuple[int, ...]] = []
     try:
         target.reserve()
         with _summers() as summers:
             for begin in range(0, size, window_bytes):
                 memory, end = next(windows), min(begin + window_bytes, size)
-                with _sums(summers, memory[: end - begin]) as sums:
+                with _sums(summers, memory[: end - begin], _all_sums) as sums:
                     target.write(memory, begin, end)
                 checksums += sums
         target.finish()
     finally:
         target.close()
-    return Shard(path.name, size, tuple(checksums))
+    return Shard(path.name, size, *(zip(*checksums, strict=True) if checksums else [()]))
+
+
+def _all_sums(chunk: memoryview) -> tuple[int, ...]:
+    """CRC32 and, where there is one, CRC64NVME."""
+    crc64nvme = find_crc64nvme()
+    if crc64nvme is None:
+        return (crc32(chunk),)
+    first = second = 0
+    for begin in range(0, len(chunk), _WARM_BYTES):
+        block = chunk[begin : begin + _WARM_BYTES]
+        first, second = crc32(block, first), crc64nvme(block, second)
+    return first, second
 
 
 @contextlib.contextmanager
-def _sums(summers: ThreadPoolExecutor, memory: memoryview) -> Iterator[list[int]]:
+def _sums(summers: ThreadPoolExecutor, memory: memoryview, of_chunk: Callable[[memoryview], _T]) -> Iterator[list[_T]]:
     """
     The sums of its chunks, at the end of the block. Whatever happens in it, nobody reads the memory afterwards.
 
     They have threads of their own, which are polite: the disk does not wait for them.
     """
-    starts, sums = range(0, len(memory), protocol.CHUNK_BYTES), list[int]()
-    jobs = [summers.submit(crc32, memory[start : start + protocol.CHUNK_BYTES]) for start in starts]
+    starts, sums = range(0, len(memory), protocol.CHUNK_BYTES), list[_T]()
+    jobs = [summers.submit(of_chunk, memory[start : start + protocol.CHUNK_BYTES]) for start in starts]
     try:
         yield sums
         sums += [job.result() for job in jobs]
@@ -102,7 +116,8 @@ def _new_summers() -> ThreadPoolExecutor:
 
 
 def prepare(num_shards: int) -> None:
-    """Start the threads of one shard more, of so many: beside a training on all cores that may take longer than a write."""
+    """Find what sums, and start the threads of one shard more, of so many: beside a training on all cores that may take longer than a write."""
+    find_crc64nvme()
     if len(_idle) >= num_shards:
         return
     together = threading.Barrier(_SUMMERS, timeout=_TOGETHER_S)  # a thread for each
@@ -154,7 +169,7 @@ def is_written(memory: memoryview, shard: Shard) -> bool:
     """Whether these are the bytes of a shard that was written before: all its checksums are the same."""
     if len(memory) != shard.size_bytes:
         return False
-    with _summers() as summers, _sums(summers, memory) as sums:
+    with _summers() as summers, _sums(summers, memory, crc32) as sums:
         pass
     return tuple(sums) == shard.checksums
 

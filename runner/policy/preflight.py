@@ -421,8 +421,8 @@ def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Fi
     if trial.rate:
         found += _too_slow("store", "takes", trial.rate, job, checkpoint)
     if not found:
-        lacks = f"; {trial.lacks}" if trial.lacks else ""
-        found.append(ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{lacks}"))
+        confirms = f"; {trial.confirms}" if trial.confirms else ""
+        found.append(ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{confirms}"))
     return tuple(found)
 
 

@@ -1,35 +1,53 @@
 """
-CRC32 of pieces and of the whole.
+Checksums of pieces and of the whole.
 
-A manifest has one checksum a chunk; a store wants one a part and one a file. They are the
-same polynomial, so the larger ones are sums over the smaller ones and no byte is read twice.
+A manifest has those of each chunk; a store wants one a part and one a file. They are remainders by
+one polynomial, so the larger ones are sums over the smaller ones and no byte is read twice.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
-_POLYNOMIAL = 0xEDB88320
 _MAX_STEPS = 64
 _BLOCK_BYTES = 1 << 20
-_ONE = 1 << 31  # the polynomial 1: coefficients are reflected, as everywhere in CRC32
 
 
-def combine(first: int, second: int, second_size: int) -> int:
-    """CRC32 of two pieces joined, from the CRC32 of each and the size of the second."""
-    return _multiply(_shift(second_size), first) ^ second
+@dataclass(frozen=True, slots=True)
+class Crc:
+    """A checksum of so many bits whose polynomial is reflected, and whose register begins and ends inverted."""
+
+    name: str  # as S3 has it
+    num_bits: int
+    polynomial: int
+
+    def combine(self, first: int, second: int, second_size: int) -> int:
+        """Of two pieces joined, from that of each and the size of the second."""
+        return _multiply(self, _shift(self, second_size), first) ^ second
+
+    def combine_chunks(self, checksums: Iterable[int], size_bytes: int) -> int:
+        """Of `size_bytes` in chunks of `CHUNK_BYTES`, the last of which may be short."""
+        whole, left = 0, size_bytes
+        for checksum in checksums:
+            chunk = min(CHUNK_BYTES, left)
+            whole, left = self.combine(whole, checksum, chunk), left - chunk
+        return whole
+
+    def of_chunks(self, shard: Shard) -> tuple[int, ...]:
+        """What a manifest says of the chunks; nothing, where it does not know this one."""
+        return shard.checksums if self is CRC32 else shard.crc64nvme
+
+    def of_shard(self, shard: Shard) -> int:
+        return self.combine_chunks(self.of_chunks(shard), shard.size_bytes)
 
 
-def combine_chunks(checksums: Iterable[int], size_bytes: int) -> int:
-    """CRC32 of `size_bytes` in chunks of `CHUNK_BYTES`, the last of which may be short."""
-    whole, left = 0, size_bytes
-    for checksum in checksums:
-        chunk = min(CHUNK_BYTES, left)
-        whole, left = combine(whole, checksum, chunk), left - chunk
-    return whole
+CRC32: Final = Crc("CRC32", 32, 0xEDB88320)
+CRC64NVME: Final = Crc("CRC64NVME", 64, 0x9A6C9329AC4BC9B5)
 
 
 def is_sum_of_parts(checksum: int, num_parts: int, checksums: Sequence[int], size_bytes: int) -> bool:
@@ -51,7 +69,7 @@ def _sum_of_parts(checksums: Sequence[int], size_bytes: int, step: int) -> int:
     for first in range(0, len(checksums), step):
         part = checksums[first : first + step]
         size = min(len(part) * CHUNK_BYTES, left)
-        whole, left = crc32(combine_chunks(part, size).to_bytes(4, "big"), whole), left - size
+        whole, left = crc32(CRC32.combine_chunks(part, size).to_bytes(4, "big"), whole), left - size
     return whole
 
 
@@ -68,21 +86,22 @@ def describe_file(path: Path, name: str) -> Shard:
 
 
 @cache
-def _shift(num_bytes: int) -> int:
+def _shift(crc: Crc, num_bytes: int) -> int:
     """x to the power of 8 * num_bytes, modulo the polynomial: appends that many zero bytes."""
-    power, square, bits = _ONE, 1 << 30, 8 * num_bytes
+    one = 1 << (crc.num_bits - 1)  # the polynomial 1: coefficients are reflected
+    power, square, bits = one, one >> 1, 8 * num_bytes
     while bits:
         if bits & 1:
-            power = _multiply(square, power)
-        square, bits = _multiply(square, square), bits >> 1
+            power = _multiply(crc, square, power)
+        square, bits = _multiply(crc, square, square), bits >> 1
     return power
 
 
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    while a:
-        if a & _ONE:
+def _multiply(crc: Crc, a: int, b: int) -> int:
+    product, one, mask = 0, 1 << (crc.num_bits - 1), (1 << crc.num_bits) - 1
+    while a and b:
+        if a & one:
             product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+        a = (a << 1) & mask
+        b = (b >> 1) ^ (crc.polynomial if b & 1 else 0)
     return product

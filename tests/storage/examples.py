@@ -1,11 +1,13 @@
 """Checkpoints to test with."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file
-from vramfarm.protocol import ALGORITHM, Manifest
+from vramfarm.checksum import find_crc64nvme
+from vramfarm.protocol import ALGORITHM, CHUNK_BYTES, Manifest, Shard
 
 SHARDS = {"shard-00000-of-00002.safetensors": b"zero" * 50, "extra/shard-00001-of-00002.safetensors": b"one" * 70}
 
@@ -24,8 +26,21 @@ def fill(folder: Path, step: int = 500, *, lineage: int = 1, shards: Mapping[str
         world_size=2,
         written_at="2026-01-01T00:00:00+00:00",
         algorithm=ALGORITHM,
-        shards=tuple(describe_file(folder / path, path) for path in shards),
+        shards=tuple(describe(folder / path, path) for path in shards),
     )
+
+
+def describe(path: Path, name: str) -> Shard:
+    """As the saver describes it, where it can compute CRC64NVME."""
+    crc64nvme, data = find_crc64nvme(), path.read_bytes()
+    assert crc64nvme is not None
+    chunks = [data[begin : begin + CHUNK_BYTES] for begin in range(0, len(data), CHUNK_BYTES)]
+    return replace(describe_file(path, name), crc64nvme=tuple(crc64nvme(chunk, 0) for chunk in chunks))
+
+
+def without_crc64nvme(manifest: Manifest) -> Manifest:
+    """As it was written before there was one, or where it cannot be computed."""
+    return replace(manifest, shards=tuple(replace(shard, crc64nvme=()) for shard in manifest.shards))
 
 
 def commit(

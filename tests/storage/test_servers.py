@@ -1,11 +1,13 @@
 """Servers that can do less than AWS, or want to be spoken to in another way; and what a transfer costs the machine."""
 
+import base64
 import json
 import shutil
 import socket
 import ssl
 import struct
 import subprocess
+import sys
 import threading
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -33,13 +35,19 @@ from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, DOMAIN
-from tests.storage.examples import commit, fill
+from tests.storage.examples import commit, fill, without_crc64nvme
 from tests.storage.late import LateStore
 from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
+from vramfarm.checksum import find_crc64nvme
 from vramfarm.protocol import CHUNK_BYTES
 
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(1, 4)) + b"tail"
-CHECKSUM_HEADERS = ("x-amz-checksum-crc32", "x-amz-checksum-algorithm", "x-amz-checksum-mode", "x-amz-checksum-type")
+CRC64NVME = "x-amz-checksum-crc64nvme"
+CHECKSUM_HEADERS = (
+    *(CRC64NVME, "x-amz-checksum-crc32"),
+    *("x-amz-checksum-algorithm", "x-amz-checksum-mode", "x-amz-checksum-type"),
+)
+ALL = Abilities(checksums=Checksums.WHOLE, conditional=True, crc64nvme=True)
 
 
 @pytest.fixture
@@ -51,22 +59,24 @@ def proxy(s3server):
 @pytest.mark.parametrize(
     ("refused", "hidden", "expected"),
     [
-        pytest.param((), (), Abilities(checksums=Checksums.WHOLE, conditional=True), id="all that AWS does"),
+        pytest.param((), (), ALL, id="all that AWS does"),
+        pytest.param((CRC64NVME,), (), replace(ALL, crc64nvme=False), id="refuses CRC64NVME"),
+        pytest.param((), (CRC64NVME,), replace(ALL, crc64nvme=False), id="forgets CRC64NVME"),
         pytest.param(
-            ("x-amz-checksum-type",), (), Abilities(checksums=Checksums.PARTS, conditional=True), id="sums of parts"
+            ("x-amz-checksum-type",),
+            (),
+            Abilities(checksums=Checksums.PARTS, conditional=True),
+            id="sums of parts",
         ),
         pytest.param(
             CHECKSUM_HEADERS, (), Abilities(checksums=Checksums.NONE, conditional=True), id="refuses checksums"
         ),
         pytest.param(
-            (), CHECKSUM_HEADERS[:1], Abilities(checksums=Checksums.NONE, conditional=True), id="forgets checksums"
+            (), CHECKSUM_HEADERS[:2], Abilities(checksums=Checksums.NONE, conditional=True), id="forgets checksums"
         ),
-        pytest.param(
-            ("if-none-match",), (), Abilities(checksums=Checksums.WHOLE, conditional=False), id="no conditions"
-        ),
-        pytest.param(
-            ("if-match",), (), Abilities(checksums=Checksums.WHOLE, conditional=False), id="half of the conditions"
-        ),
+        pytest.param((), CHECKSUM_HEADERS[1:2], replace(ALL, checksums=Checksums.NONE), id="forgets CRC32"),
+        pytest.param(("if-none-match",), (), replace(ALL, conditional=False), id="no conditions"),
+        pytest.param(("if-match",), (), replace(ALL, conditional=False), id="half of the conditions"),
     ],
 )
 def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
@@ -91,6 +101,100 @@ def test_a_lesser_server_is_found_out_and_made_do_with(  # noqa: PLR0917
     assert expected == found
     assert contents(directory, ref) == contents(there, ref)
     assert [] == [entry.key for entry in store.list(".probe")]  # it leaves nothing behind
+
+
+def test_a_server_that_ignores_a_checksum_it_does_not_know_is_found_out(proxy, s3_offload, s3server, directory):
+    """
+    It says yes to any CRC64NVME and keeps none: a wrong one tells.
+    """
+    proxy.ignored_headers = (CRC64NVME,)
+    store = S3Store(s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env)
+    ref = commit(directory, shards={"large": LARGE, "small": b"small"}).ref
+    uploading.upload(store, "job", directory, ref, ignore)
+    comparing.verify(store, "job", ref)
+
+    assert replace(ALL, crc64nvme=False) == store.probe()
+
+
+def test_what_crc64nvme_is_refused_for_crc32_tells(proxy, s3_offload, s3server):
+    """
+    Whatever the code of a refusal: a server that does not know it goes on by CRC32, one whose key is wrong is an error.
+    """
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    proxy.answers = {CRC64NVME: (400, "InvalidDigest")}
+    able = S3Store(offload, s3server.env).probe()
+    proxy.answers = {CRC64NVME: (403, "AccessDenied"), "x-amz-checksum-crc32": (403, "AccessDenied")}
+    with pytest.raises(OffsiteError, match="AccessDenied"):
+        S3Store(offload, s3server.env).probe()
+
+    assert replace(ALL, crc64nvme=False) == able
+
+
+def kept(store, ref, name):
+    """Which checksums the server tells of an object."""
+    head = store.head(f"job/checkpoints/{ref.name}/{name}")
+    return {field for field in ("crc32", "crc64nvme") if getattr(head, field) is not None}
+
+
+def test_a_checkpoint_is_confirmed_by_what_its_manifest_and_its_objects_have(proxy, s3_offload, s3server, directory):
+    """
+    CRC64NVME where both have it; else CRC32: of a manifest that was written without, of objects that went up before.
+    The server's word is enough each time, from any machine, and a copy inside the store is one by either.
+    """
+    store = S3Store(s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env)
+    older = S3Store(s3_offload, s3server.env, replace(ALL, crc64nvme=False))
+    shards = {"large": LARGE, "small": b"small"}
+    plain = without_crc64nvme(fill(directory.root / ".tmp-1", 100, shards=shards))
+    directory.adopt(directory.root / ".tmp-1", plain)
+    before, ours = (
+        commit(directory, step, shards={**shards, "own": b"%d" % step * CHUNK_BYTES}) for step in (200, 300)
+    )
+    for one, manifest in ((store, plain), (older, before), (store, ours)):
+        uploading.upload(one, "job", directory, manifest.ref, ignore)
+    begun = len(proxy.operations)
+    for manifest in (plain, before, ours):
+        comparing.verify(store, "job", manifest.ref)
+
+    assert {"crc32"} == kept(store, plain.ref, "large") == kept(store, before.ref, "large")
+    assert {"crc32"} == kept(store, before.ref, "own")
+    assert {"crc64nvme"} == kept(store, ours.ref, "own") == kept(store, ours.ref, "small")
+    assert 3 == proxy.operations[begun:].count("GetObject")  # the manifests
+
+
+def test_large_copies_inside_the_store_are_confirmed_too(s3_offload, s3server, directory):
+    """
+    The server sums what it puts together; an object by CRC32 becomes one by CRC64NVME.
+    """
+    older = S3Store(s3_offload, s3server.env, replace(ALL, crc64nvme=False))
+    uploading.upload(older, "job", directory, commit(directory, 100, shards={"large": LARGE}).ref, ignore)
+    store = S3Store(s3_offload, s3server.env, copy_chunks=2)
+    second = commit(directory, 200, shards={"large": LARGE}).ref
+    copied = uploading.upload(store, "job", directory, second, ignore)
+
+    assert (len(LARGE), {"crc64nvme"}) == (copied, kept(store, second, "large"))
+    comparing.verify(store, "job", second)
+
+
+def test_a_crc64nvme_that_is_not_of_the_bytes_is_refused_by_the_server(s3_offload, s3server, directory):
+    """
+    Nothing has the object's name then, and other bytes under it are told by both sums.
+    """
+    store = S3Store(s3_offload, s3server.env)
+    manifest = fill(directory.root / ".tmp-1", 100, shards={"large": LARGE, "small": b"small"})
+    wrong = tuple(replace(shard, crc64nvme=(1,) * len(shard.checksums)) for shard in manifest.shards)
+    directory.adopt(directory.root / ".tmp-1", replace(manifest, shards=wrong))
+    with pytest.raises(OffsiteError, match="BadDigest") as caught:
+        uploading.upload(store, "job", directory, manifest.ref, ignore)
+    right = commit(directory, 200, shards={"large": LARGE}).ref
+    uploading.upload(store, "job", directory, right, ignore)
+    key = f"{store._prefix}job/checkpoints/{right.name}/large"
+    sum_64 = base64.b64encode(find_crc64nvme()(LARGE[::-1], 0).to_bytes(8, "big")).decode()
+    s3server.client().put_object(Bucket=BUCKET, Key=key, Body=LARGE[::-1], ChecksumCRC64NVME=sum_64)
+
+    assert not caught.value.final
+    assert [] == [entry.key for entry in store.list(f"job/checkpoints/{manifest.ref.name}/")]
+    with pytest.raises(OffsiteError, match=r"expected \d+ bytes with crc64nvme \w{16}, got \d+ bytes with crc64nvme"):
+        comparing.verify(store, "job", right)
 
 
 def test_a_server_that_repeats_the_checksums_it_is_told_is_not_believed(proxy, s3_offload, s3server, directory):
@@ -125,7 +229,7 @@ def test_what_is_no_record_of_abilities_says_nothing(store, raw):
     assert surveying.read_abilities(store, "job") is None
 
 
-@pytest.mark.parametrize("refused", [(), CHECKSUM_HEADERS[:1]], ids=["with checksums", "without"])
+@pytest.mark.parametrize("refused", [(), CHECKSUM_HEADERS[:2]], ids=["with checksums", "without"])
 def test_a_bucket_that_takes_nothing_without_a_digest_is_served(proxy, s3_offload, s3server, directory, refused):
     """
     As one with a default retention: from the first object on.
@@ -164,6 +268,26 @@ def test_a_sum_of_parts_is_known_however_evenly_they_were_cut(num_chunks, step):
     assert is_sum_of_parts(of_parts, len(parts), checksums, size)
     assert not is_sum_of_parts(of_parts ^ 1, len(parts), checksums, size)
     assert not is_sum_of_parts(of_parts, num_chunks + 1, checksums, size)
+
+
+CLIENT = """
+import sys
+import runner.storage.offsite.s3, botocore.auth
+print(botocore.auth.AUTH_TYPE_MAPS["s3v4"].__module__, [name for name in sys.modules if "awscrt" in name])
+import awscrt.auth
+print("found")
+"""
+
+
+def test_botocore_signs_by_itself_whatever_else_is_installed():
+    """
+    With `awscrt` it would sign by that, and load it in every process that looks into a store.
+    """
+    argv, env = [sys.executable, "-c", CLIENT], {"PYTHONPATH": "."}
+
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=60)
+
+    assert "botocore.auth []\nfound\n" == done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -386,7 +510,7 @@ def test_bodies_wait_for_no_word_of_the_server_and_a_refusal_is_heard_all_the_sa
     To ask first costs each part a turn. Where the connection breaks instead of an answer, the next attempt asks.
     """
     (tmp_path / "shard").write_bytes(LARGE[:CHUNK_BYTES])
-    able = Abilities(checksums=Checksums.WHOLE, conditional=True)
+    able = ALL
     with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
         server.asked = []
         threading.Thread(target=server.serve_forever, daemon=True).start()

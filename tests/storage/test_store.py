@@ -13,19 +13,20 @@ import pytest
 from botocore.exceptions import ClientError
 
 from runner.job import OffloadPolicy
-from runner.storage.checksums import combine, describe_file
+from runner.storage.checksums import CRC32, CRC64NVME, describe_file
 from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import OffsiteError, open_store
-from runner.storage.offsite.contract import Checksums, Head, Version
+from runner.storage.offsite.contract import Checksums, Head, Version, agrees
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
-from runner.storage.offsite.s3 import S3Store, _plan_parts
+from runner.storage.offsite.s3 import S3Store, _Kind, _plan_parts
 from runner.storage.offsite.tidying import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
 from tests.storage.cutting import CuttingProxy
-from tests.storage.examples import ODD_NAMES
+from tests.storage.examples import ODD_NAMES, describe
 from tests.storage.late import LateStore
+from vramfarm.checksum import find_crc64nvme
 from vramfarm.protocol import CHUNK_BYTES
 
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"tail"
@@ -61,15 +62,16 @@ def write(path, content):
     return describe_file(path, path.name)
 
 
+@pytest.mark.parametrize(("crc", "of"), [(CRC32, crc32), (CRC64NVME, find_crc64nvme())], ids=["crc32", "crc64nvme"])
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 1), (1000, 1), (1, CHUNK_BYTES), (12_345, 67_890)])
-def test_checksums_of_pieces_add_up_to_that_of_the_whole(sizes):
+def test_checksums_of_pieces_add_up_to_that_of_the_whole(crc, of, sizes):
     """
-    The sum is what `zlib.crc32` says of the pieces joined.
+    The sum is what zlib, or `awscrt`, says of the pieces joined.
     """
     first, second = (bytes(range(256)) * (size // 256 + 1) for size in sizes)
     first, second = first[: sizes[0]], second[: sizes[1]]
 
-    assert crc32(first + second) == combine(crc32(first), crc32(second), len(second))
+    assert of(first + second, 0) == crc.combine(of(first, 0), of(second, 0), len(second))
 
 
 def test_what_was_put_comes_back(store):
@@ -198,12 +200,14 @@ def test_of_several_who_replace_one_version_one_succeeds(store):
     assert b"%d" % winner == soon(lambda: store.get("job/lease.json"), b"%d" % winner)
 
 
+@pytest.mark.parametrize("describe", [describe, describe_file])
 @pytest.mark.parametrize("content", [b"", b"small", LARGE], ids=["empty", "small", "large"])
-def test_a_file_arrives_whole(store, tmp_path, content):
+def test_a_file_arrives_whole(store, tmp_path, content, describe):
     """
     Its size, its checksum where the store keeps one, and its bytes, wherever we read.
     """
-    shard, sent = write(tmp_path / "shard", content), []
+    (tmp_path / "shard").write_bytes(content)
+    shard, sent = describe(tmp_path / "shard", "shard"), []
     store.put_file("job/shard", tmp_path / "shard", shard, sent.append)
 
     soon(lambda: keys(store, "job/"), ["job/shard"])
@@ -211,7 +215,9 @@ def test_a_file_arrives_whole(store, tmp_path, content):
     at = max(0, len(content) - 10)
 
     assert len(content) == sum(sent)
-    assert head in {Head(size_bytes=len(content), crc32=known) for known in (None, crc32(content))}
+    further = find_crc64nvme()(content, 0) if shard.crc64nvme else None
+    whole = {"crc32": None, "crc64nvme": further} if further else {"crc32": crc32(content)}
+    assert head in {Head(size_bytes=len(content), **known) for known in ({"crc32": None}, whole)}
     assert content[at:] == store.read("job/shard", at, len(content) - at)
     assert content[:3] == store.read("job/shard", 0, len(content[:3]))
 
@@ -588,21 +594,32 @@ def s3store(s3_offload, s3server):
     return store
 
 
-def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path):
+@pytest.mark.parametrize(
+    ("describe", "algorithm", "sent"),
+    [
+        pytest.param(describe, "CRC64NVME", [2, 3], id="ours"),
+        pytest.param(describe_file, "CRC32", [2, 3], id="without CRC64NVME in the manifest"),
+        pytest.param(describe, "CRC32", [1, 2, 3, 4], id="begun by an older runner"),
+        pytest.param(describe_file, "CRC64NVME", [1, 2, 3, 4], id="begun with another manifest"),
+    ],
+)
+def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path, describe, algorithm, sent):  # noqa: PLR0917
     """
-    After a kill only what is missing goes, and what is there but wrong.
+    After a kill only what is missing goes, and what is there but wrong. Of an upload by another checksum the server takes nothing: it is given up.
     """
-    shard, client, key = write(tmp_path / "shard", LARGE), s3server.client(), f"{s3store._prefix}job/shard"
+    (tmp_path / "shard").write_bytes(LARGE)
+    shard = describe(tmp_path / "shard", "shard")
+    client, key = s3server.client(request_checksum_calculation="when_required"), f"{s3store._prefix}job/shard"
     begun = client.create_multipart_upload(
-        Bucket=BUCKET, Key=key, ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
+        Bucket=BUCKET, Key=key, ChecksumAlgorithm=algorithm, ChecksumType="FULL_OBJECT"
     )
     for number, content in ((1, LARGE[:CHUNK_BYTES]), (2, bytes(CHUNK_BYTES)), (4, b"tail")):
         client.upload_part(Bucket=BUCKET, Key=key, UploadId=begun["UploadId"], PartNumber=number, Body=content)
 
     s3store.put_file("job/shard", tmp_path / "shard", shard, ignore)
 
-    assert [2, 3] == sorted(s3store.sent)
-    assert Head(size_bytes=len(LARGE), crc32=crc32(LARGE)) == s3store.head("job/shard")
+    assert sent == sorted({*s3store.sent[-len(sent) :]})
+    assert agrees(s3store.head("job/shard"), shard)
     assert [] == client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix).get("Uploads", [])
 
 
@@ -610,10 +627,10 @@ def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path
     """
     Then the server does not know the upload any more, but has the file, whole. If it has not, it is tried again.
     """
-    shard = write(tmp_path / "shard", LARGE)
-    forgotten = s3store._begin_upload("job/shard", Checksums.WHOLE)
+    shard, kind = write(tmp_path / "shard", LARGE), _Kind(CRC32, Checksums.WHOLE)
+    forgotten = s3store._begin_upload("job/shard", kind)
     s3server.client().abort_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/shard", UploadId=forgotten.id)
-    parts = _plan_parts(shard, 1)
+    parts = _plan_parts(shard, CRC32, 1)
 
     def complete():
         with s3store._plain_words("job/shard"):

@@ -23,8 +23,11 @@ JSON = st.recursive(
 def manifests(draw):
     sizes = draw(st.lists(SIZES, min_size=1, max_size=3))
     shards = tuple(
-        Shard(protocol.shard_name(i, len(sizes)), size, tuple(range(-(-size // protocol.CHUNK_BYTES))))
+        Shard(
+            protocol.shard_name(i, len(sizes)), size, sums, draw(st.sampled_from([(), tuple(~n % 2**64 for n in sums)]))
+        )
         for i, size in enumerate(sizes)
+        for sums in [tuple(range(-(-size // protocol.CHUNK_BYTES)))]
     )
     return Manifest(
         job=draw(st.text(max_size=9)),
@@ -46,7 +49,41 @@ def test_a_manifest_comes_back_as_it_was(manifest):
     """
     Written and read again, a manifest is the same.
     """
-    assert manifest == protocol.parse_manifest(protocol.dump_manifest(manifest))
+    parsed = protocol.parse_manifest(protocol.dump_manifest(manifest))
+
+    assert manifest == parsed
+    assert [shard.crc64nvme for shard in manifest.shards] == [shard.crc64nvme for shard in parsed.shards]
+
+
+def one_shard(**fields):
+    """Bytes of a manifest whose one shard, of two chunks, has these fields beside or in place of its own."""
+    shard = {"path": "shard", "size_bytes": protocol.CHUNK_BYTES + 1, "checksums": [1, 2], **fields}
+    shards = (Shard("shard", protocol.CHUNK_BYTES + 1, (1, 2)),)
+    manifest = Manifest("job", 0, 5, "0123abcd", 1, 1, "2026-01-01T00:00:00+00:00", "crc32", shards)
+    return json.dumps(json.loads(protocol.dump_manifest(manifest)) | {"shards": [shard]}).encode()
+
+
+@pytest.mark.parametrize(
+    "value", [[], [1], [1, 2, 3], [1, -1], [1, 2**64], [1, True], [1, 2.0], [1, "2"], "12", None, {}], ids=repr
+)
+@pytest.mark.parametrize("name", ["checksums", "crc64nvme"])
+def test_a_list_of_checksums_has_a_number_for_each_chunk(name, value):
+    """
+    Both lists; whoever reads the manifest adds them up.
+    """
+    with pytest.raises(ProtocolError, match=f"shards.{name}|^{protocol.MANIFEST}: {name}: "):
+        protocol.parse_manifest(one_shard(**{name: value}))
+
+
+def test_what_a_shard_may_also_say_keeps_no_reader_from_the_rest():
+    """
+    A manifest without CRC64NVME is as it was before there was one; of a later one a reader takes what it knows.
+    """
+    plain, later = one_shard(), one_shard(crc64nvme=[3, 2**64 - 1], another=[1.5])
+
+    assert protocol.parse_manifest(plain) == protocol.parse_manifest(later)
+    assert (3, 2**64 - 1) == protocol.parse_manifest(later).shards[0].crc64nvme
+    assert "crc64nvme" not in json.loads(protocol.dump_manifest(protocol.parse_manifest(plain)))["shards"][0]
 
 
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))

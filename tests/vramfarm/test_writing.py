@@ -3,14 +3,18 @@
 import mmap
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vramfarm import protocol, writing
+from vramfarm import folder, protocol, writing
+from vramfarm.checksum import find_crc64nvme
 
 CHUNK = protocol.CHUNK_BYTES
 
@@ -48,7 +52,51 @@ def test_a_file_has_the_bytes_and_no_more(place, size):
 
     raw = (place / "shard").read_bytes()
     assert (size, bytes(memory[:size])) == (shard.size_bytes, raw)
-    assert tuple(zlib.crc32(raw[at : at + CHUNK]) for at in range(0, size, CHUNK)) == shard.checksums
+    chunks = [raw[at : at + CHUNK] for at in range(0, size, CHUNK)]
+    assert tuple(zlib.crc32(chunk) for chunk in chunks) == shard.checksums
+    assert tuple(find_crc64nvme()(chunk, 0) for chunk in chunks) == shard.crc64nvme
+
+
+WRITE = """
+import mmap, pathlib, sys
+sys.modules["awscrt"] = None
+from vramfarm import writing
+shard = writing.write_shard(pathlib.Path(sys.argv[1]), memoryview(mmap.mmap(-1, 4096)), 9)
+print(shard.checksums, shard.crc64nvme, "awscrt.checksums" in sys.modules)
+"""
+
+
+def test_a_shard_is_written_where_nothing_computes_crc64nvme(tmp_path):
+    """
+    The training's environment needs torch and nothing else.
+    """
+    argv = [sys.executable, "-c", WRITE, tmp_path / "shard"]
+
+    out = subprocess.run(argv, env={"PYTHONPATH": "."}, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    assert f"({zlib.crc32(bytes(9))},) () False\n" == out
+
+
+def test_a_manifest_that_would_be_too_large_does_without_crc64nvme(tmp_path):
+    """
+    Nobody needs it, and a checkpoint that cannot be committed is none.
+    """
+    temporary = tmp_path / ".tmp-5"
+    temporary.mkdir()
+    size, chunks = 1000 * CHUNK, tuple(range(2**63, 2**63 + 1000))
+    shard = protocol.Shard("shard", size, tuple(range(1000)), chunks)
+    state = {"text": "x" * (protocol.MAX_MANIFEST_BYTES - 10_000)}
+    manifest = protocol.Manifest("job", 0, 5, "0123abcd", 1, 1, "2026-01-01", "crc32", (shard,), state=state)
+    (temporary / "shard").touch()
+    os.truncate(temporary / "shard", size)
+
+    large = folder.read(folder.commit(temporary, manifest))
+    temporary.mkdir()
+    (temporary / "shard").symlink_to(large.path / "shard")
+    small = folder.commit(temporary, replace(manifest, id="01234567", state={}))
+
+    assert ((), shard.checksums) == (large.manifest.shards[0].crc64nvme, large.manifest.shards[0].checksums)
+    assert chunks == protocol.parse_manifest((small / protocol.MANIFEST).read_bytes()).shards[0].crc64nvme
 
 
 def test_memory_that_is_not_aligned_is_written_all_the_same(tmp_path):

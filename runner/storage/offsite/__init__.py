@@ -9,7 +9,6 @@ from typing import Final
 from runner.addresses import local_path, scheme_of
 from runner.storage.disk import Disk
 from runner.storage.offsite.contract import (
-    LACKS,
     PREFLIGHT,
     Abilities,
     Checksums,
@@ -24,7 +23,6 @@ from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.pace import Pace
 
 __all__ = [
-    "LACKS",
     "PREFLIGHT",
     "STORES",
     "Abilities",

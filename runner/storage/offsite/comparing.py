@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
-from runner.storage.checksums import combine_chunks
+from runner.storage.checksums import CRC32, CRC64NVME
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, agrees, by_chunk, in_parallel
 from runner.storage.offsite.surveying import damaged, key_of, read_manifest
 from vramfarm.checksum import crc32
@@ -47,7 +47,7 @@ def differs(store: Store, key: str, shard: Shard) -> str:
         case None:
             return _read_back(store, key, shard)
         case False:
-            return f"expected {_words(_expected_head(shard))}, got {_words(found)}"
+            return f"expected {_words(_expected_head(shard, found))}, got {_words(found)}"
         case True:
             return ""
 
@@ -76,12 +76,17 @@ def _read_back(store: Store, key: str, shard: Shard) -> str:
     return f"it has other bytes at {wrong[0].first * CHUNK_BYTES} or later" if wrong else ""
 
 
-def _expected_head(shard: Shard) -> Head:
-    return Head(size_bytes=shard.size_bytes, crc32=combine_chunks(shard.checksums, shard.size_bytes))
+def _expected_head(shard: Shard, found: Head) -> Head:
+    """By the checksum that the store tells."""
+    crc64nvme = CRC64NVME.of_shard(shard) if shard.crc64nvme and found.crc64nvme is not None else None
+    return Head(size_bytes=shard.size_bytes, crc32=CRC32.of_shard(shard), crc64nvme=crc64nvme)
 
 
 def _words(head: Head) -> str:
-    return f"{head.size_bytes} bytes" + ("" if head.crc32 is None else f" with crc32 {head.crc32:08x}")
+    size = f"{head.size_bytes} bytes"
+    if head.crc64nvme is not None:
+        return f"{size} with crc64nvme {head.crc64nvme:016x}"
+    return size if head.crc32 is None else f"{size} with crc32 {head.crc32:08x}"
 
 
 def _is_in_store(store: Store, key: str, shard: Shard, index: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 from runner.errors import StoreError, one_line
-from runner.storage.checksums import combine_chunks, is_sum_of_parts
+from runner.storage.checksums import CRC32, CRC64NVME, is_sum_of_parts
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -103,13 +103,14 @@ class Head:
     """
     What the store says of an object.
 
-    `crc32` of all its bytes; `parts_crc32`: the CRC32 of its parts' CRC32s, and their number. None:
+    `crc64nvme` and `crc32` of all its bytes; `parts_crc32`: the CRC32 of its parts' CRC32s, and their number. None:
     this store keeps none. `md5` where the store tells it, else empty; `tag` changes with the object.
     """
 
     size_bytes: int
     crc32: int | None
     parts_crc32: tuple[int, int] | None = None
+    crc64nvme: int | None = None
     md5: str = field(default="", compare=False)
     tag: str = field(default="", compare=False)
 
@@ -122,26 +123,40 @@ class Checksums(StrEnum):
     NONE = "none"  # size only: whoever wants to be sure reads the bytes back
 
 
-LACKS: Final = {  # what a person should know
-    Checksums.WHOLE: "",
+_CONFIRMED: Final = {
+    Checksums.WHOLE: "it confirms the CRC32 of whole files",
     Checksums.PARTS: "it confirms checksums (CRC32) of parts only, which are compared with the manifest's",
-    Checksums.NONE: "it confirms no checksums (CRC32): what is sent is read back and compared",
+    Checksums.NONE: "it confirms no checksums (CRC64NVME, CRC32): what is sent is read back and compared",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a store can do. `conditional`: of several who write one object, new or as they all saw it, one succeeds."""
+    """
+    What a store can do. `conditional`: of several who write one object, new or as they all saw it, one succeeds.
+
+    `crc64nvme`: it confirms that of all bytes of a file whose manifest has it, and `checksums` of all others.
+    """
 
     checksums: Checksums
     conditional: bool
+    crc64nvme: bool = False
+
+    @property
+    def confirmed(self) -> str:
+        """By what bytes are compared there, for a person."""
+        return "it confirms the CRC64NVME of whole files" if self.crc64nvme else _CONFIRMED[self.checksums]
 
 
 def parse_abilities(found: object) -> Abilities | None:
     """None: nothing that we understand."""
     if not isinstance(found, Mapping) or found.get("checksums") not in {*Checksums}:
         return None
-    return Abilities(checksums=Checksums(found["checksums"]), conditional=found.get("conditional") is True)
+    return Abilities(
+        checksums=Checksums(found["checksums"]),
+        conditional=found.get("conditional") is True,
+        crc64nvme=found.get("crc64nvme") is True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,8 +275,10 @@ def agrees(head: Head, shard: Shard) -> bool | None:
     """Whether an object is a shard by size and checksum; None: the store's word is not enough to tell."""
     if head.size_bytes != shard.size_bytes:
         return False
+    if head.crc64nvme is not None and shard.crc64nvme:
+        return head.crc64nvme == CRC64NVME.of_shard(shard)
     if head.crc32 is not None:
-        return head.crc32 == combine_chunks(shard.checksums, shard.size_bytes)
+        return head.crc32 == CRC32.of_shard(shard)
     if head.parts_crc32 is not None and is_sum_of_parts(*head.parts_crc32, shard.checksums, shard.size_bytes):
         return True
     return None  # parts may have been cut in another way

@@ -1,11 +1,12 @@
 """
 Any S3 server as a store.
 
-A file goes up in parts, several at a time, each with its CRC32, and is completed with the
-CRC32 of the whole (`FULL_OBJECT`), which the server compares and reports from then on. A
-server may know less: only checksums of parts (`COMPOSITE`), which our manifest can answer as
-well, or none; then each part carries its MD5, and the caller reads the bytes back. Which of
-the three, and whether a conditional write is honoured, is found out once, by trying (`probe`).
+A file goes up in parts, several at a time, each with its CRC64NVME, and is completed with that
+of the whole (`FULL_OBJECT`), which the server compares and reports from then on. Where its
+manifest has none, or the server knows none, it is CRC32. A server may know less: only checksums
+of parts (`COMPOSITE`), which our manifest can answer as well, or none; then each part carries its
+MD5, and the caller reads the bytes back. Which it is, and whether a conditional write is
+honoured, is found out once, by trying (`probe`).
 
 Found with botocore, and answered here or by the callers' checksums: a ranged read hands over a
 flipped byte, or a body that was cut short, as if nothing were wrong, and retries no body; a
@@ -33,7 +34,7 @@ from typing import Any, Final, TypedDict
 import tenacity
 from botocore.exceptions import ClientError, IncompleteReadError
 
-from runner.storage.checksums import combine_chunks
+from runner.storage.checksums import CRC32, CRC64NVME, Crc
 from runner.storage.disk import pages
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
@@ -77,23 +78,26 @@ _UNABLE: Final = frozenset(
 )
 _FORBIDDEN: Final = frozenset({"AccessDenied", "403"})
 _SAMPLE: Final = b"vramfarm looks at what this store can do\n"
-_WRONG: Final = 1  # the CRC32 of other bytes
+_SUMS: Final[Mapping[Crc, int]] = {CRC32: crc32(_SAMPLE), CRC64NVME: 0x8570EE8EB9BBE951}  # of the sample
+_SAMPLE_SHARD: Final = Shard("sample", len(_SAMPLE), (_SUMS[CRC32],), (_SUMS[CRC64NVME],))
+_WRONG: Final = 1  # the sum of other bytes
 
 
 class S3Store:
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all but two by name
         self,
         offload: Where,
         env: Mapping[str, str],
         abilities: Abilities | None = None,
         *,
         part_chunks: int = PART_CHUNKS,
+        copy_chunks: int = _COPY_CHUNKS,
         timeouts_s: tuple[float, float] = TIMEOUTS_S,
     ) -> None:
         self.address = offload.to or ""
         self._bucket, _, prefix = self.address.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
-        self._part_chunks = part_chunks
+        self._part_chunks, self._copy_chunks = part_chunks, copy_chunks
         self._abilities = abilities
         self._asks_checksums = True
         self._pool = ThreadPoolExecutor(NUM_THREADS)
@@ -124,8 +128,12 @@ class S3Store:
         self._client.put_object(**self._named(key), Body=_SAMPLE, **_with_md5(_SAMPLE))
         self._sweep_probes(key)
         conditional = self._refuses(key, {"IfNoneMatch": "*"}) and self._refuses(key, {"IfMatch": '"another"'})
-        kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._confirms(kind, key))
-        return Abilities(checksums=next(kinds, Checksums.NONE), conditional=conditional)
+        kinds = (kind for kind in (Checksums.WHOLE, Checksums.PARTS) if self._confirms(_Kind(CRC32, kind), key))
+        return Abilities(
+            crc64nvme=self._confirms(_Kind(CRC64NVME, Checksums.WHOLE), key),
+            checksums=next(kinds, Checksums.NONE),
+            conditional=conditional,
+        )
 
     def _sweep_probes(self, key: str, age: timedelta = PROBED) -> None:
         """
@@ -155,32 +163,32 @@ class S3Store:
             raise
         return False  # it was replaced: the condition was not looked at
 
-    def _confirms(self, kind: Checksums, key: str) -> bool:
+    def _confirms(self, kind: _Kind, key: str) -> bool:
         """Whether other bytes than those of a checksum are refused, and a file of one part is there with its own."""
-        put, checksum = partial(self._client.put_object, **self._named(key), Body=_SAMPLE), crc32(_SAMPLE)
+        put = partial(self._client.put_object, **self._named(key), Body=_SAMPLE)
         try:
-            put(**_with_crc32(checksum))
-            if not _is_refused(put, **_with_crc32(_WRONG)) or not self._compares_parts(kind, key, checksum):
+            put(**kind.fields(_SUMS[kind.crc]))
+            if not _is_refused(put, **kind.fields(_WRONG)) or not self._compares_parts(kind, key):
                 return False
         except ClientError as error:
-            if code_of(error) in _UNABLE:
-                return False
+            if code_of(error) in _UNABLE or (kind.crc is CRC64NVME and not _is_servers(error)):
+                return False  # what else may be wrong CRC32 tells, which is tried in any case
             raise
         head = self.head(key)
-        kept = head and (head.crc32 if kind is Checksums.WHOLE else head.parts_crc32)
-        return head is not None and kept is not None and agrees(head, Shard(key, len(_SAMPLE), (checksum,))) is True
+        return head is not None and kind.kept(head) is not None and agrees(head, _SAMPLE_SHARD) is True
 
-    def _compares_parts(self, kind: Checksums, key: str, checksum: int) -> bool:
+    def _compares_parts(self, kind: _Kind, key: str) -> bool:
         upload = self._begin_upload(key, kind)
         named: dict[str, Any] = {**self._named(key), "UploadId": upload.id}
         put = partial(self._client.upload_part, **named, PartNumber=1, Body=_SAMPLE)
         try:
-            if not _is_refused(put, **_with_crc32(_WRONG)):
+            if not _is_refused(put, **kind.fields(_WRONG)):
                 return False
-            parts = [{"PartNumber": 1, "ETag": put(**_with_crc32(checksum))["ETag"], **_with_crc32(checksum)}]
-            if kind is Checksums.WHOLE and not _is_refused(self._finish, upload, kind, _WRONG, parts):
+            right = kind.fields(_SUMS[kind.crc])
+            parts = [{"PartNumber": 1, "ETag": put(**right)["ETag"], **right}]
+            if kind.of is Checksums.WHOLE and not _is_refused(self._finish, upload, _WRONG, parts):
                 return False
-            self._finish(upload, kind, checksum, parts)
+            self._finish(upload, _SUMS[kind.crc], parts)
         finally:
             with suppress(ClientError):  # it is complete, or what went wrong before is what is told
                 self._client.abort_multipart_upload(**named)
@@ -189,7 +197,7 @@ class S3Store:
     def find_missing_rights(self, folder: str) -> tuple[str, ...]:
         key = f"{folder}/{secrets.token_hex(8)}"
         with self._plain_words(key):
-            upload = self._begin_upload(key, Checksums.NONE)
+            upload = self._begin_upload(key, _Kind(CRC32, Checksums.NONE))
             named: dict[str, Any] = {**self._named(key), "UploadId": upload.id}
             put = self._client.upload_part(**named, PartNumber=1, Body=_SAMPLE, **_with_md5(_SAMPLE))
             tries: Mapping[str, Callable[[], object]] = {
@@ -200,7 +208,7 @@ class S3Store:
             missing = tuple(right for right, call in tries.items() if _is_forbidden(call))
             if "s3:AbortMultipartUpload" in missing:  # what is complete can be deleted
                 with suppress(ClientError):
-                    self._finish(upload, Checksums.NONE, 0, [{"PartNumber": 1, "ETag": put["ETag"]}])
+                    self._finish(upload, 0, [{"PartNumber": 1, "ETag": put["ETag"]}])
                     self._client.delete_object(**self._named(key))
         return missing
 
@@ -209,29 +217,49 @@ class S3Store:
     def put_file(self, key: str, path: Path, shard: Shard, sent: Sent) -> None:
         if "\\" in key:  # some servers take it for "/", and so for another object
             raise OffsiteError(f"{self.address}/{key}: expected a name without a backslash", final=True, of_object=True)
-        parts, kind = _plan_parts(shard, self._part_chunks), self.probe().checksums
+        kind = self._kind(shard)
+        parts = _plan_parts(shard, kind.crc, self._part_chunks)
         with self._plain_words(key):
             if len(parts) == 1:
-                self._put_whole(key, path, shard, parts[0])
+                self._put_whole(key, path, shard, parts[0], kind)
                 sent(shard.size_bytes)
                 return
-            upload = self._find_upload(key) or self._begin_upload(key, kind)
-            etags = run_all(self._pool, lambda part: self._put_part(upload, path, shard, part, sent), parts)
-            self._complete(upload, shard, parts, etags)
+            begun = self._find_upload(key, kind)
+            if begun is None or not self._goes_on(begun, path, shard, parts, sent):
+                self._put_parts(self._begin_upload(key, kind), path, shard, parts, sent)
 
-    def _put_whole(self, key: str, path: Path, shard: Shard, part: _Part) -> None:
+    def _kind(self, shard: Shard) -> _Kind:
+        abilities = self.probe()
+        if abilities.crc64nvme and shard.crc64nvme:
+            return _Kind(CRC64NVME, Checksums.WHOLE)
+        return _Kind(CRC32, abilities.checksums)
+
+    def _put_whole(self, key: str, path: Path, shard: Shard, part: _Part, kind: _Kind) -> None:
         with open_part(path, shard, part.first, part.num_chunks) as body:
             self._client.put_object(
-                **self._named(key), Body=body if part.size_bytes else b"", **self._digest(part, path, shard)
+                **self._named(key), Body=body if part.size_bytes else b"", **_digest(kind, part, path, shard)
             )
 
-    def _digest(self, part: _Part, path: Path, shard: Shard) -> Mapping[str, Any]:
-        """By what the server compares a body: always by something."""
-        if self.probe().checksums is not Checksums.NONE:
-            return _with_crc32(part.crc32)
-        return {"ContentMD5": base64.b64encode(_md5(path, shard, part)).decode()}
+    def _goes_on(self, begun: _Upload, path: Path, shard: Shard, parts: list[_Part], sent: Sent) -> bool:
+        """
+        False: it was begun by a checksum of another kind, as an older runner does, and is given up.
 
-    def _find_upload(self, key: str) -> _Upload | None:
+        Not every server tells by which (SeaweedFS), and none takes a part of another one.
+        """
+        try:
+            self._put_parts(begun, path, shard, parts, sent)
+        except ClientError as error:
+            if code_of(error) not in _UNABLE:
+                raise
+            self._client.abort_multipart_upload(**self._named(begun.key), UploadId=begun.id)
+            return False
+        return True
+
+    def _put_parts(self, upload: _Upload, path: Path, shard: Shard, parts: list[_Part], sent: Sent) -> None:
+        etags = run_all(self._pool, lambda part: self._put_part(upload, path, shard, part, sent), parts)
+        self._complete(upload, shard, parts, etags)
+
+    def _find_upload(self, key: str, kind: _Kind) -> _Upload | None:
         """The upload of this key that a killed process left, with the parts that arrived."""
         begun = [u for u in self._unfinished(key) if u["Key"] == self._prefix + key]
         if not begun:
@@ -243,7 +271,7 @@ class S3Store:
             if code_of(error) not in _FORBIDDEN:
                 raise
             return None
-        return _Upload(key=key, id=upload_id, there=there)
+        return _Upload(key=key, id=upload_id, kind=kind, there=there)
 
     def _parts_of(self, key: str, upload_id: str) -> Mapping[int, Mapping[str, Any]]:
         pages = self._client.get_paginator("list_parts").paginate(**self._named(key), UploadId=upload_id)
@@ -262,19 +290,14 @@ class S3Store:
         for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
             yield from page.get("Uploads", [])
 
-    def _begin_upload(self, key: str, kind: Checksums) -> _Upload:
-        wish: Mapping[Checksums, Mapping[str, Any]] = {
-            Checksums.WHOLE: {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"},
-            Checksums.PARTS: {"ChecksumAlgorithm": "CRC32"},
-            Checksums.NONE: {},
-        }
-        begun = self._client.create_multipart_upload(**self._named(key), **wish[kind])
-        return _Upload(key=key, id=begun["UploadId"])
+    def _begin_upload(self, key: str, kind: _Kind) -> _Upload:
+        begun = self._client.create_multipart_upload(**self._named(key), **kind.wish())
+        return _Upload(key=key, id=begun["UploadId"], kind=kind)
 
     def _put_part(self, upload: _Upload, path: Path, shard: Shard, part: _Part, sent: Sent) -> str:
         """Send a part, unless it is there, and return its tag."""
         there = upload.there.get(part.number)
-        if there is not None and _is_same(there, path, shard, part):
+        if there is not None and _is_same(there, upload.kind, path, shard, part):
             sent(part.size_bytes)
             return str(there["ETag"])
         with self._window.one() as left, open_part(path, shard, part.first, part.num_chunks, left) as body:
@@ -283,26 +306,27 @@ class S3Store:
                 UploadId=upload.id,
                 PartNumber=part.number,
                 Body=body,
-                **self._digest(part, path, shard),
+                **_digest(upload.kind, part, path, shard),
             )
         sent(part.size_bytes)
         return answer["ETag"]
 
     def _complete(self, upload: _Upload, shard: Shard, parts: list[_Part], etags: list[str]) -> None:
-        kind = self.probe().checksums
         named: list[dict[str, Any]] = [
-            {"PartNumber": part.number, "ETag": etag} | ({} if kind is Checksums.NONE else _with_crc32(part.crc32))
+            {"PartNumber": part.number, "ETag": etag, **upload.kind.fields(part.checksum)}
             for part, etag in zip(parts, etags, strict=True)
         ]
         try:
-            self._finish(upload, kind, combine_chunks(shard.checksums, shard.size_bytes), named)
+            self._finish(upload, upload.kind.crc.of_shard(shard), named)
         except self._client.exceptions.NoSuchUpload:
             head = self.head(upload.key)
             if head is None or agrees(head, shard) is False:
                 raise  # else it was completed, and only the answer was lost; who cannot tell reads it back
 
-    def _finish(self, upload: _Upload, kind: Checksums, whole: int, parts: Any) -> None:  # noqa: ANN401  # the stubs' dicts
-        of_all = {**_with_crc32(whole), "ChecksumType": "FULL_OBJECT"} if kind is Checksums.WHOLE else {}
+    def _finish(self, upload: _Upload, whole: int, parts: Any) -> None:  # noqa: ANN401  # the stubs' dicts
+        of_all: dict[str, Any] = {}
+        if upload.kind.of is Checksums.WHOLE:
+            of_all = {**upload.kind.fields(whole), "ChecksumType": "FULL_OBJECT"}
         self._client.complete_multipart_upload(
             **self._named(upload.key), UploadId=upload.id, MultipartUpload={"Parts": parts}, **of_all
         )
@@ -363,23 +387,21 @@ class S3Store:
         return Version(content=content, tag=answer["ETag"])
 
     def _digest_of(self, content: bytes) -> Mapping[str, Any]:
-        if self.probe().checksums is not Checksums.NONE:
-            return _with_crc32(crc32(content))
-        return _with_md5(content)
+        return _Kind(CRC32, self.probe().checksums).fields(crc32(content)) or _with_md5(content)
 
     def copy(self, source: str, key: str, shard: Shard) -> bool:
         """The bytes do not come here: the server copies, in parts that it completes in time."""
-        kind = self.probe().checksums
+        kind = self._kind(shard)
         origin = {"Bucket": self._bucket, "Key": self._named(source)["Key"]}
         with self._plain_words(key):
-            parts = _plan_parts(shard, _COPY_CHUNKS)
+            parts = _plan_parts(shard, kind.crc, self._copy_chunks)
             if len(parts) == 1:
                 self._client.copy_object(**self._named(key), CopySource=origin)  # type: ignore[arg-type]  # as the stubs name it
                 return True
             upload = self._begin_upload(key, kind)
             try:
                 named = run_all(self._pool, partial(self._copy_part, upload, origin), parts)
-                self._finish(upload, kind, combine_chunks(shard.checksums, shard.size_bytes), named)
+                self._finish(upload, kind.crc.of_shard(shard), named)
             except ClientError:
                 self._client.abort_multipart_upload(**self._named(key), UploadId=upload.id)
                 raise
@@ -461,18 +483,21 @@ class S3Store:
                     return None
                 self._client.get_object(**self._named(key), Range="bytes=0-0")["Body"].close()
                 raise  # else the read has raised: its answer has a body that says why
-            checksum = found.get("ChecksumCRC32", "") if self._is_word_good() else ""
+            checksum = found.get("ChecksumCRC32", "") if self._is_word_good(CRC32) else ""
+            further = found.get("ChecksumCRC64NVME", "") if self._is_word_good(CRC64NVME) else ""
             return Head(
                 size_bytes=found["ContentLength"],
-                crc32=_decode(checksum),
+                crc32=_decode(CRC32, checksum),
                 parts_crc32=_decode_parts(checksum),
+                crc64nvme=_decode(CRC64NVME, further),
                 md5=_plain_md5(found),
                 tag=found.get("ETag", ""),
             )
 
-    def _is_word_good(self) -> bool:
+    def _is_word_good(self, crc: Crc) -> bool:
         """Not where it was found out that this server repeats what it is told, whatever the bytes."""
-        return self._abilities is None or self._abilities.checksums is not Checksums.NONE
+        able = self._abilities
+        return able is None or (able.crc64nvme if crc is CRC64NVME else able.checksums is not Checksums.NONE)
 
     def _ask_head(self, key: str) -> Mapping[str, Any]:
         """Some servers refuse a request that asks for checksums (`x-amz-checksum-mode`)."""
@@ -605,13 +630,39 @@ class _Named(TypedDict):
     Key: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """By which checksum a server compares a file, and of what."""
+
+    crc: Crc
+    of: Checksums
+
+    def wish(self) -> Mapping[str, Any]:
+        """As an upload is begun."""
+        wishes: Mapping[Checksums, Mapping[str, Any]] = {
+            Checksums.WHOLE: {"ChecksumAlgorithm": self.crc.name, "ChecksumType": "FULL_OBJECT"},
+            Checksums.PARTS: {"ChecksumAlgorithm": self.crc.name},
+            Checksums.NONE: {},
+        }
+        return wishes[self.of]
+
+    def fields(self, checksum: int) -> dict[str, Any]:
+        return {} if self.of is Checksums.NONE else {f"Checksum{self.crc.name}": _encode(self.crc, checksum)}
+
+    def kept(self, head: Head) -> object:
+        """What the server tells of an object, if it keeps this kind."""
+        if self.crc is CRC64NVME:
+            return head.crc64nvme
+        return head.crc32 if self.of is Checksums.WHOLE else head.parts_crc32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     number: int  # from 1
     first: int  # chunk
     num_chunks: int
     size_bytes: int
-    crc32: int
+    checksum: int
 
     @property
     def offset(self) -> int:
@@ -622,6 +673,7 @@ class _Part:
 class _Upload:
     key: str
     id: str
+    kind: _Kind
     there: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -630,29 +682,35 @@ def _can_be_spelled(key: str) -> bool:
     return not re.search("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", key)
 
 
-def _plan_parts(shard: Shard, part_chunks: int) -> list[_Part]:
+def _plan_parts(shard: Shard, crc: Crc, part_chunks: int) -> list[_Part]:
     """Parts of whole chunks, as few chunks as asked for if the shard is not too large for that."""
     num_chunks = len(shard.checksums)
     step = max(part_chunks, -(-num_chunks // _MAX_PARTS))
-    return [_part(shard, number, first, step) for number, first in enumerate(range(0, max(1, num_chunks), step), 1)]
+    firsts = range(0, max(1, num_chunks), step)
+    return [_part(shard, crc, number, first, step) for number, first in enumerate(firsts, 1)]
 
 
-def _part(shard: Shard, number: int, first: int, num_chunks: int) -> _Part:
-    checksums = shard.checksums[first : first + num_chunks]
+def _part(shard: Shard, crc: Crc, number: int, first: int, num_chunks: int) -> _Part:
+    checksums = crc.of_chunks(shard)[first : first + num_chunks]
     size = min(len(checksums) * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES)
     return _Part(
         number=number,
         first=first,
         num_chunks=len(checksums),
         size_bytes=size,
-        crc32=combine_chunks(checksums, size),
+        checksum=crc.combine_chunks(checksums, size),
     )
 
 
-def _is_same(there: Mapping[str, Any], path: Path, shard: Shard, part: _Part) -> bool:
-    """Whether a part in the store is ours. Not every server tells the CRC32 of a part (SeaweedFS); all tell the MD5."""
-    if there.get("ChecksumCRC32"):
-        return bool(there["ChecksumCRC32"] == _encode(part.crc32))
+def _digest(kind: _Kind, part: _Part, path: Path, shard: Shard) -> Mapping[str, Any]:
+    """By what the server compares a body: always by something."""
+    return kind.fields(part.checksum) or {"ContentMD5": base64.b64encode(_md5(path, shard, part)).decode()}
+
+
+def _is_same(there: Mapping[str, Any], kind: _Kind, path: Path, shard: Shard, part: _Part) -> bool:
+    """Whether a part in the store is ours. Not every server tells the checksum of a part (SeaweedFS); all tell the MD5."""
+    if told := there.get(f"Checksum{kind.crc.name}"):
+        return bool(told == _encode(kind.crc, part.checksum))
     return bool(there["ETag"].strip('"') == _md5(path, shard, part).hex())
 
 
@@ -676,24 +734,20 @@ def _with_md5(content: bytes) -> dict[str, Any]:
     return {"ContentMD5": base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()}
 
 
-def _with_crc32(checksum: int) -> dict[str, Any]:
-    return {"ChecksumCRC32": _encode(checksum)}
+def _encode(crc: Crc, checksum: int) -> str:
+    return base64.b64encode(checksum.to_bytes(crc.num_bits // 8, "big")).decode()
 
 
-def _encode(checksum: int) -> str:
-    return base64.b64encode(checksum.to_bytes(4, "big")).decode()
-
-
-def _decode(text: str) -> int | None:
+def _decode(crc: Crc, text: str) -> int | None:
     """None for no checksum, and for a checksum of checksums (`…-3`), which says nothing of the whole."""
     raw = base64.b64decode(text) if "-" not in text else b""
-    return int.from_bytes(raw, "big") if len(raw) == 4 else None  # noqa: PLR2004  # 32 bits
+    return int.from_bytes(raw, "big") if len(raw) == crc.num_bits // 8 else None
 
 
 def _decode_parts(text: str) -> tuple[int, int] | None:
     """(checksum of the parts' checksums, number of parts) of `…-3`; None if it is none."""
     of_all, _, number = text.partition("-")
-    checksum = _decode(of_all)
+    checksum = _decode(CRC32, of_all)
     return None if checksum is None or not number.isdecimal() else (checksum, int(number))
 
 
@@ -702,10 +756,15 @@ def _is_refused(call: Callable[..., Any], *args: Any, **fields: Any) -> bool:  #
     try:
         call(*args, **fields)
     except ClientError as error:
-        if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500:  # noqa: PLR2004  # its own fault
+        if _is_servers(error):
             raise
         return True
     return False
+
+
+def _is_servers(error: ClientError) -> bool:
+    """Whether it is the server's own fault, which says nothing of what it was asked."""
+    return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500  # noqa: PLR2004
 
 
 def _is_forbidden(call: Callable[[], object]) -> bool:

@@ -25,13 +25,13 @@ from typing import Final
 
 from runner.addresses import local_path
 from runner.errors import one_line
-from runner.storage.checksums import combine_chunks, is_sum_of_parts
+from runner.storage.checksums import CRC32, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
 from runner.storage.offsite.comparing import RUN_CHUNKS
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.disks import expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
-from vramfarm.checksum import crc32
+from vramfarm.checksum import Crc, crc32, find_crc64nvme
 from vramfarm.protocol import CHUNK_BYTES
 
 _NOTES: Final = ".staging"  # folder in the run folder
@@ -351,11 +351,21 @@ def _compare(file: _File, head: Head | None, checksums: list[int]) -> bool | Non
     if head is None or head.size_bytes != file.size_bytes or file.tag not in {"", head.tag}:
         return False
     if head.crc32 is not None:
-        return head.crc32 == combine_chunks(checksums, file.size_bytes)
+        return head.crc32 == CRC32.combine_chunks(checksums, file.size_bytes)
+    if head.crc64nvme is not None and (crc64nvme := find_crc64nvme()):
+        return head.crc64nvme == _sum(file.part, crc64nvme)
     if head.md5:
         return head.md5 == _md5(file.part)
     known = head.parts_crc32
     return True if known and is_sum_of_parts(*known, checksums, file.size_bytes) else None
+
+
+def _sum(path: Path, crc: Crc) -> int:
+    whole = 0
+    with path.open("rb") as content:
+        while block := content.read(_HASH_BYTES):
+            whole = crc(block, whole)
+    return whole
 
 
 def _md5(path: Path) -> str:

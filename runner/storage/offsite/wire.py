@@ -20,16 +20,19 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, cast
 
-import botocore.session
-from botocore.config import Config
 from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
-from botocore.loaders import JSONFileLoader, Loader
 
 from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
 from runner.storage.offsite.cures import DAMAGED, misconfigured
+from runner.storage.offsite.hidden import hidden
 from runner.storage.offsite.pace import PACED_BYTES, Pace
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
+
+with hidden("awscrt"):  # botocore would import it, for 40 ms and 7 MB, and sign with it instead of by itself
+    import botocore.session
+    from botocore.config import Config
+    from botocore.loaders import JSONFileLoader, Loader
 
 if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
