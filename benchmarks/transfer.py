@@ -10,6 +10,8 @@ does beside it falls on all of them. Medians; each client is a process of its ow
 and its memory, and all that was written before is on the disk before it starts. All are tuned: no
 signature over bodies where that can be had, 16 MiB parts, 16 of them at once where a number is asked for.
 Ours does what a task of the runner does, which is told what the store can do and which checkpoint to bring.
+Time runs from where a client is ready to move, as a trainer's or a runner's process is: what a Python has imported
+and set up by then is told apart (*start*), and its CPU time counts. s5cmd and rclone are timed whole.
 What a client leaves to the page cache is fsynced afterwards, which is told apart. *bare* is no client but
 the floor: threads that move bytes between a socket and a file and look at none.
 With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
@@ -49,7 +51,10 @@ from pathlib import Path
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import open_store, parse_abilities, parse_place, restoring, surveying, uploading
+from runner.storage.offsite.s3 import warm_up
 abilities, name = names
+warm_up()
+ready()
 store = open_store(parse_place({"to": f"s3://{bucket}/{prefix}", "endpoint": endpoint}), os.environ, parse_abilities(abilities))
 if what == "up":
     directory = CheckpointDir(Path(folder).parent, Disk())
@@ -67,6 +72,7 @@ from botocore.config import Config
 from concurrent.futures import ThreadPoolExecutor
 client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=Config(s3={"addressing_style": "path", "payload_signing_enabled": False}, max_pool_connections=32))
 config = TransferConfig(multipart_chunksize=16 << 20, max_concurrency=4)
+ready()
 def move(name):
     if what == "up":
         client.upload_file(f"{folder}/{name}", bucket, f"{prefix}/{name}", Config=config)
@@ -81,6 +87,7 @@ import obstore
 from obstore.store import S3Store
 from concurrent.futures import ThreadPoolExecutor
 store = S3Store(bucket, prefix=prefix, endpoint=endpoint, region="us-east-1", unsigned_payload=True, client_options={"allow_http": True})
+ready()
 def move(name):
     if what == "up":
         with open(f"{folder}/{name}", "rb") as file:
@@ -97,6 +104,7 @@ S3TORCHCONNECTOR = """
 from s3torchconnectorclient._mountpoint_s3_client import MountpointS3Client  # as its S3Client does, without importing torch
 from concurrent.futures import ThreadPoolExecutor
 client = MountpointS3Client("us-east-1", part_size=16 << 20, endpoint=endpoint, force_path_style=True)
+ready()
 def move(name):
     if what == "up":
         with open(f"{folder}/{name}", "rb") as file:
@@ -116,6 +124,7 @@ BARE = """
 import http.client, mmap
 from concurrent.futures import ThreadPoolExecutor
 host, pieces, ends = names
+ready()
 def connect():
     return http.client.HTTPConnection(host)
 def up(piece):
@@ -166,6 +175,9 @@ for path, numbers in ends:
 HEAD = """
 import json, os, sys
 what, endpoint, bucket, prefix, folder, names = json.loads(sys.argv[1])
+def ready():
+    print("ready", flush=True)
+    sys.stdin.readline()
 """
 
 
@@ -274,18 +286,23 @@ def clients(checkpoint):
 
 
 def run(argv, env):
-    """Seconds, CPU seconds and the most memory, in MB, of one process."""
+    """Seconds until it is ready to move, seconds after that, CPU seconds and the most memory, in MB, of one process."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    peak_kb = 0
-    with subprocess.Popen(argv, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    peak_kb, begun = 0, started
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, env=env, cwd=ROOT, **pipes) as process:
+        if argv[0] == sys.executable and process.stdout.readline():
+            begun = time.monotonic()
+            process.stdin.write(b"\n")
+            process.stdin.flush()
         while process.poll() is None:
             peak_kb = max(peak_kb, _peak_kb(process.pid))
             time.sleep(0.02)
-        took = time.monotonic() - started
+        ended = time.monotonic()
         assert process.returncode == 0, process.stderr.read().decode()[-2000:]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return took, cpu, peak_kb / 1000
+    return begun - started, ended - begun, cpu, peak_kb / 1000
 
 
 def _peak_kb(pid):
@@ -384,11 +401,18 @@ def _one(make, what, server, bucket, prefix, there, names):  # noqa: PLR0917  # 
     os.sync()
     before = server_cpu_s(server)
     try:
-        took, cpu, peak_mb = run(argv, _env())
+        start, took, cpu, peak_mb = run(argv, _env())
     except AssertionError as error:
         print(f"failed: {str(error)[-500:]}", file=sys.stderr)
         return None
-    return {"s": took, "cpu_s": cpu, "mb": peak_mb, "server_cpu_s": server_cpu_s(server) - before, "synced_s": took}
+    return {
+        "start_s": start,
+        "s": took,
+        "cpu_s": cpu,
+        "mb": peak_mb,
+        "server_cpu_s": server_cpu_s(server) - before,
+        "synced_s": took,
+    }
 
 
 def server_cpu_s(server):
@@ -482,13 +506,13 @@ def tell(results, size_gb, args):
     told = f"medians of {'/'.join(map(str, sorted(rounds)))}, {os.cpu_count()} cores, load at most {load:.1f}"
     print(f"{NUM_SHARDS} × {args.shard_mib} MiB, {told}\n")
     for what in ("up", "down"):
-        print(f"| {what} | GB/s | then fsynced | of ours | CPU-s/GB | of ours | MB | server's CPU-s/GB |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"| {what} | GB/s | then fsynced | of ours | CPU-s/GB | of ours | MB | start, s | server's CPU-s/GB |")
+        print("|---|---|---|---|---|---|---|---|---|")
         names = dict.fromkeys(client for client, direction in results if direction == what)
         median = {
             name: {
                 field: statistics.median(row[field] for row in results[name, what])
-                for field in ("s", "synced_s", "cpu_s", "mb", "server_cpu_s")
+                for field in ("start_s", "s", "synced_s", "cpu_s", "mb", "server_cpu_s")
             }
             for name in names
         }
@@ -501,6 +525,7 @@ def tell(results, size_gb, args):
                 f"{row['cpu_s'] / size_gb:.2f}",
                 f"{row['cpu_s'] / ours['cpu_s']:.2f}" if ours else "",
                 f"{row['mb']:.0f}",
+                f"{row['start_s']:.2f}",
                 f"{row['server_cpu_s'] / size_gb:.2f}",
             ]
             print(f"| {name} | {' | '.join(cells)} |")

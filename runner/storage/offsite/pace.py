@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-PACED_BYTES: Final = 256 << 10  # of a body that leaves, at most at once
+PACED_BYTES: Final = 512 << 10  # of a body that leaves, at most at once; few, as all threads share Python's lock
 _LEAST_BYTES: Final = 16 << 10
 _LATE_S: Final = 0.25
 _BLOCKS_PER_S: Final = 50  # a paced body leaves in so many at least: no bursts
