@@ -38,7 +38,7 @@ _HINT: Final = "`vramfarm-runner status` and `vramfarm-runner logs -f` work with
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help="folder, name or job.yaml of the run")
-    parser.add_argument("--rank", type=int, metavar="K", help="only this rank's log; -1 is the launcher")
+    parser.add_argument("--rank", type=int, metavar="K", help="only this rank's log; -1: the launcher")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
 
 _WHERE: Final = "nothing was verified; vramfarm-runner checkpoints ls shows what is there"
-_RESTORE: Final = "bring one here, from the store or another folder, verified"
-_EXPORT: Final = "write the model as safetensors files, verified, which other programs read"
+_RESTORE: Final = "copy a checkpoint from the store, or from another folder, into FOLDER, verified"
+_EXPORT: Final = "write the model as verified safetensors files, which other programs can read"
 _HEAD: Final = ("STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|restore|export")
     for name, summary in (
-        ("ls", "list them: committed here, and what the run last knew of the store"),
+        ("ls", "list checkpoints: those committed here, and what the run last knew of the store"),
         ("verify", "read every byte and compare it with the manifest"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
@@ -55,17 +55,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "run",
             metavar="RUN",
             nargs="?",
-            help="folder, name or job.yaml of a run; a folder of checkpoints, or of one; or an address of these",
+            help="folder, name or job.yaml of a run; folder of checkpoints or of one checkpoint; or the address of any of these in a store",
         )
-        action.add_argument("--json", action="store_true", help="as JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
     restore = actions.add_parser("restore", help=_RESTORE, description=_RESTORE)
     restore.add_argument(
         "which",
         metavar="CHECKPOINT|RUN|URL",
-        help="address or folder of one checkpoint; or a run, in the store or here, or its job.yaml: its newest",
+        help="address or folder of one checkpoint; or a run (address, folder or job.yaml): its newest one",
     )
-    restore.add_argument("folder", metavar="FOLDER", help="where it goes; the checkpoint's own folder is made in it")
-    restore.add_argument("--json", action="store_true", help="as JSON")
+    restore.add_argument("folder", metavar="FOLDER", help="destination; the checkpoint's own folder is created in it")
+    restore.add_argument("--json", action="store_true", help="print JSON")
     _configure_export(actions.add_parser("export", help=_EXPORT, description=_EXPORT))
 
 
@@ -73,20 +73,25 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "which",
         metavar="CHECKPOINT|RUN|URL",
-        help="folder of one checkpoint; or a run, here or in the store: its newest",
+        help="folder of one checkpoint; or a run, here or in the store: its newest one",
     )
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="where the model goes; made if it is not there")
-    parser.add_argument("--dtype", choices=("keep", "bf16"), default="keep", help="bf16: 32-bit floats as bfloat16")
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="destination of the model; created if missing")
+    parser.add_argument(
+        "--dtype", choices=("keep", "bf16"), default="keep", help="bf16: round 32-bit floats to bfloat16"
+    )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
-        help="a larger model becomes several files and an index (5GB)",
+        help="a larger model is split into several files and an index (default: 5GB)",
     )
     parser.add_argument(
-        "--part", metavar="NAME", default="model", help="another module that was given to Checkpointer, such as ema"
+        "--part",
+        metavar="NAME",
+        default="model",
+        help="export another module that was given to Checkpointer, such as ema",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ _SHOWN_FIRST: Final = ("event", "at")
 def configure(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_follow(parser)
-    parser.add_argument("--json", action="store_true", help="a JSON object a line, as in the journal")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line, as in the journal")
 
 
 def run(args: argparse.Namespace) -> int:

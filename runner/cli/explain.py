@@ -34,7 +34,7 @@ _MARKS: Final = {Severity.OK: "ok", Severity.WARN: "warning", Severity.REFUSE: "
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a saved reading, or - for standard input")
+    parser.add_argument("file", metavar="FILE", help="saved output of a program, or - for standard input")
     parser.add_argument("--json", action="store_true", help="the facts and findings as JSON")
 
 

@@ -60,12 +60,14 @@ class Plan:
 def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser, default=f"; without it, ${JOB_VARIABLE}")
     parser.add_argument("--image", default=IMAGE, help=f"the runner's image, or one made FROM it (default: {IMAGE})")
-    parser.add_argument("--name", help="of the container and its volume (default: the job's)")
+    parser.add_argument("--name", help="name of the container and its volume (default: the job's)")
     parser.add_argument(
-        "--gpus", default="auto", help="all, a number, none; auto: as the job says, where there are any"
+        "--gpus", default="auto", help="all, none, or a number; auto: as the job says, if there are any"
     )
-    parser.add_argument("--shm-size", default="16g", help="of /dev/shm, where cards and data workers meet (16g)")
-    parser.add_argument("--network", default="host", help="host: NCCL and uploads without a detour; or any of Docker's")
+    parser.add_argument("--shm-size", default="16g", help="size of /dev/shm, for cards and data workers (default: 16g)")
+    parser.add_argument(
+        "--network", default="host", help="a Docker network (default: host, the fastest for NCCL and uploads)"
+    )
     parser.add_argument("--attach", action="store_true", help="show the log until the job ends; Ctrl-C lets it run on")
     parser.add_argument("--dry-run", action="store_true", help="print the docker run line and start nothing")
     parser.add_argument("--json", action="store_true", help="what was started, as JSON")

@@ -30,10 +30,12 @@ _NO_NAME: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EN
 def configure(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_follow(parser)
-    parser.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of each stream; 100")
-    parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1 is the launcher")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line: rank, stream, text")
-    parser.add_argument("--attempt", type=int, metavar="K", help="an earlier attempt")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=100, metavar="N", help="last lines of each stream (default: 100)"
+    )
+    parser.add_argument("--rank", type=int, metavar="K", help="only this rank; -1: the launcher")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line: rank, stream, text")
+    parser.add_argument("--attempt", type=int, metavar="K", help="show this attempt, not the latest")
 
 
 def run(args: argparse.Namespace) -> int:

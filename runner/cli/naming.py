@@ -14,9 +14,12 @@ JOB_VARIABLE: Final = "RUNNER_JOB"
 def add_job(parser: argparse.ArgumentParser, *, default: str = "") -> None:
     """JOB, in both ways that people type it."""
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", help=f"path of job.yaml, - or an https:// or s3:// address{default}"
+        "job",
+        metavar="JOB",
+        nargs="?",
+        help=f"path of job.yaml, an https:// or s3:// address of it, or - for standard input{default}",
     )
-    parser.add_argument("--config", metavar="JOB", help="the same")
+    parser.add_argument("--config", metavar="JOB", help="the same as JOB")
 
 
 def named_job(args: argparse.Namespace) -> str | None:

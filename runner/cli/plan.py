@@ -39,27 +39,35 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10*
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
-    parser.add_argument("--parameters", metavar="N", help="size of the model: 8e9 or 8B; with it no job is needed")
+    parser.add_argument(
+        "--parameters", metavar="N", help="number of parameters, such as 8e9 or 8B; with it no job is needed"
+    )
     parser.add_argument("--cards", metavar="N", help="number of cards (1 to 1024)")
     parser.add_argument("--gpu", metavar="NAME", help=f"kind of card: {', '.join(card.slug for card in CARDS)}")
-    parser.add_argument("--strategy", **_one_of(Strategy, "how the model is spread over the cards"))
+    parser.add_argument("--strategy", **_one_of(Strategy, "how the model is split over the cards"))
     parser.add_argument("--optimizer", **_one_of(Optimizer, "optimizer"))
-    parser.add_argument("--precision", **_one_of(Precision, "of the weights; fp8 and int4 for inference"))
-    parser.add_argument("--global-batch", metavar="N", help="samples per optimizer step, all cards together")
-    parser.add_argument("--per-card", metavar="N", help="samples a card takes at once")
-    parser.add_argument("--sequence", metavar="N", help="tokens of a sample (2048)")
-    parser.add_argument("--layers", metavar="N", help="estimated from the parameters if not given")
-    parser.add_argument("--hidden", metavar="N", help="width of a layer, likewise")
-    parser.add_argument("--vocabulary", metavar="N", help="size of the vocabulary (128000)")
-    parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--cpu-offload", action="store_true", help="optimizer states in system memory")
-    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, for its time and cost")
+    parser.add_argument(
+        "--precision", **_one_of(Precision, "precision of the weights (fp8 and int4 for inference only)")
+    )
+    parser.add_argument("--global-batch", metavar="N", help="samples per optimizer step on all cards together")
+    parser.add_argument("--per-card", metavar="N", help="samples that a card processes at once")
+    parser.add_argument("--sequence", metavar="N", help="tokens per sample (default: 2048)")
+    parser.add_argument("--layers", metavar="N", help="number of layers (default: estimated from the parameters)")
+    parser.add_argument("--hidden", metavar="N", help="width of a layer (default: estimated from the parameters)")
+    parser.add_argument("--vocabulary", metavar="N", help="size of the vocabulary (default: 128000)")
+    parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations in memory")
+    parser.add_argument("--cpu-offload", action="store_true", help="keep optimizer states in system memory")
+    parser.add_argument("--tokens", metavar="N", help="tokens of the whole run, to estimate its time and cost")
     parser.add_argument("--rental", default=Rental.ON_DEMAND, **_one_of(Rental, "how the server is rented"))
-    parser.add_argument("--mtbf", metavar="TIME", help="mean time between failures: 12h")
-    parser.add_argument("--save-time", metavar="TIME", help="how long a save takes, where no run has measured it: 8s")
-    parser.add_argument("--upload-time", metavar="TIME", help="how long an upload takes, likewise: 10m")
+    parser.add_argument("--mtbf", metavar="TIME", help="mean time between failures, such as 12h")
+    parser.add_argument(
+        "--save-time", metavar="TIME", help="how long a save takes, such as 8s, if no run has measured it"
+    )
+    parser.add_argument(
+        "--upload-time", metavar="TIME", help="how long an upload takes, such as 10m, if no run has measured it"
+    )
     parser.add_argument("--offline", action="store_true", help="ask neither the provider nor the store")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _one_of(names: type[StrEnum], meaning: str) -> dict[str, Any]:

@@ -68,9 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=_minutes,
         default=10.0,
         metavar="N",
-        help="what was not reached after so long is given up (10)",
+        help="time limit of the rehearsal in minutes (default: 10)",
     )
-    parser.add_argument("--json", action="store_true", help="checks, figures and verdict, as JSON at the end")
+    parser.add_argument("--json", action="store_true", help="print checks, figures and verdict as JSON at the end")
 
 
 def _minutes(text: str) -> float:

@@ -15,7 +15,9 @@ from runner.errors import JobError
 def configure(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="all of it, as JSON")
-    parser.add_argument("--html", metavar="FILE", help="write the page there, and nothing to the terminal")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the report as a web page to FILE, and nothing to the terminal"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,22 +31,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-over",
         action="store_true",
-        help="begin at step 0, or at checkpoint.resume, although there are checkpoints",
+        help="begin at step 0, or at checkpoint.resume, even if there are checkpoints",
     )
     parser.add_argument(
         "--go-on",
         action="store_true",
-        help="go on although the run is over: stopped, given up, at a limit, or done and given more steps",
+        help="go on with a run that is over: stopped, given up, at a limit, or done and given more steps",
     )
     parser.add_argument(
-        "--accept-change", action="store_true", help="go on although job.yaml is not the one this run began with"
+        "--accept-change", action="store_true", help="go on although job.yaml has changed since this run began"
     )
     parser.add_argument(
         "--order",
         metavar="NAME",
         default="",
-        help="of --start-over or --go-on, which are carried out once a name; without it each that is typed is a new one, "
-        "and what a container or a rented server begins with is the same at every restart",
+        help="names this order of --start-over or --go-on; each name is carried out once. Without it, each order typed in "
+        "a terminal is new, and the one in a container's or rented server's own command is the same at every restart",
     )
 
 

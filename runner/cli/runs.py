@@ -28,12 +28,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="?",
-        help="folder, name or job.yaml of a run, or s3:// or file:// of it in the store",
+        help="folder, name or job.yaml of a run, or its s3:// or file:// address in the store (default: the run in this folder, else the newest)",
     )
 
 
 def add_follow(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the runner ends")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow until the runner ends")
 
 
 def refuse_follow(args: argparse.Namespace) -> None:

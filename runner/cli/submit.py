@@ -80,13 +80,13 @@ _MARGIN: Final = timedelta(minutes=30)  # the provider's own deadline comes afte
 def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     parser.add_argument(
-        "--at-most", metavar="PRICE", type=_price, help="most that an hour of the machine may cost: 25/h"
+        "--at-most", metavar="PRICE", type=_price, help="highest price of the machine per hour, such as 25/h"
     )
-    parser.add_argument("--wait", action="store_true", help="until the run is over; its exit code is the command's")
+    parser.add_argument("--wait", action="store_true", help="wait until the run is over, and end with its exit code")
     parser.add_argument(
-        "--go-on", action="store_true", help="begin again a run that was stopped, gave up or reached its limit"
+        "--go-on", action="store_true", help="go on with a run that was stopped, gave up or reached its limit"
     )
-    parser.add_argument("--json", action="store_true", help="the last word as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--look-every", type=float, default=_LOOK_S, help=argparse.SUPPRESS)
 
 

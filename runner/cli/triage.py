@@ -21,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "path",
         metavar="FILE|DIR|RUN",
         nargs="?",
-        help="a log, a folder of logs, or the folder, name or job.yaml of a run; the newest run",
+        help="a log, a folder of logs, or the folder, name or job.yaml of a run (default: the newest run)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

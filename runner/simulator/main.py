@@ -47,19 +47,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(prog="vramfarm-runner simulate", description="A local VRAMfarm.")
-    parser.add_argument("--state", type=Path, required=True, help="folder of its memory, its servers and its saves")
+    parser.add_argument("--state", type=Path, required=True, help="folder for its state, its servers and its saves")
     parser.add_argument(
-        "--port", type=int, default=0, help="port on 127.0.0.1; 0: the one it had before, or a free one"
+        "--port", type=int, default=0, help="port on 127.0.0.1 (default: the one it had before, or a free one)"
     )
     parser.add_argument("--run", type=Path, metavar="JOB.yaml", help="rent a server for this job and follow it")
-    parser.add_argument("--price", type=_amount, help="price an hour of the machine that --run rents")
-    parser.add_argument("--balance", type=_amount, default=Decimal(100), help="what a new account starts with")
+    parser.add_argument("--price", type=_amount, help="hourly price of the machine that --run rents")
+    parser.add_argument("--balance", type=_amount, default=Decimal(100), help="balance of a new account")
     parser.add_argument(
         "--servers",
         type=Servers,
         choices=list(Servers),
         default=Servers.AUTO,
-        help="containers, or processes of this machine; auto: containers where a Docker engine has the image; with --run always processes",
+        help="what servers are: processes of this machine, or containers; auto: containers if a Docker engine has the image; with --run always processes",
     )
     parser.add_argument("--image", default=OUR_IMAGE, help=f"the image that auto looks for (default: {OUR_IMAGE})")
     parser.add_argument("--runner-argv", nargs="+", default=[], help=argparse.SUPPRESS)
@@ -251,7 +251,7 @@ def _close(farm: Farm, rented: Rented) -> None:
         place = farm.state / "saves" / server.save.id
         say(f"disk     kept as a save, {server.save.path}: {server.save.state}, {server.save.files} files in {place}")
     else:
-        say("disk     thrown away, as the job asked: what had to outlive it is in the store")
+        say("disk     deleted with the server, as the job asked: nothing was only there")
 
 
 class _Tail:
