@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.adapters.frameworks.files import Save, entries, files_below, is_whole_dcp, last_number, make_save
+from runner.adapters.frameworks.files import Save, entries, files_below, is_whole_dcp, itself, last_number, make_save
 
 uses_library = False
 flag = "--resume"
+resume_path = itself
 
 
 def saves(folder: Path, world_size: int) -> list[Save]:  # noqa: ARG001  # the metadata names every rank's shards
@@ -18,7 +19,3 @@ def saves(folder: Path, world_size: int) -> list[Save]:  # noqa: ARG001  # the m
         for path in found
     ]
     return sorted(made, key=lambda save: (save.step or 0, save.stamp))
-
-
-def resume_path(checkpoint: Path) -> Path:
-    return checkpoint

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.adapters.frameworks.files import Save, entries, files_below, is_whole, last_number, make_save
+from runner.adapters.frameworks.files import Save, entries, files_below, is_whole, itself, last_number, make_save
 
 uses_library = False
 flag = "--resume"
+resume_path = itself  # the folder with `latest` in it, which `load_checkpoint` takes
 
 
 def saves(folder: Path, world_size: int) -> list[Save]:
@@ -19,11 +20,6 @@ def saves(folder: Path, world_size: int) -> list[Save]:
     latest = _read(folder / "latest")
     made = [_save(folder, path, latest, world_size) for path in entries(folder) if any(path.glob("*_model_states.pt"))]
     return sorted(made, key=lambda save: (save.step or 0, save.stamp))
-
-
-def resume_path(checkpoint: Path) -> Path:
-    """What `load_checkpoint` takes: the folder with `latest` in it."""
-    return checkpoint
 
 
 def _save(folder: Path, path: Path, latest: str, world_size: int) -> Save:

@@ -42,6 +42,16 @@ class Save:
         return f"{self.name}@{self.stamp}"
 
 
+def itself(checkpoint: Path) -> Path:
+    """`resume_path` of a framework whose scripts take the folder."""
+    return checkpoint
+
+
+def unwatched(folder: Path, world_size: int) -> list[Save]:  # noqa: ARG001  # there is nothing to look for
+    """`saves` of what commits by itself, or not at all."""
+    return []
+
+
 def make_save(name: str, root: Path, files: Iterable[Path], *, step: int | None, complete: bool) -> Save:
     """Look at the files once more; one that went in between makes it incomplete."""
     kept, stamp, size = [], 0, 0

@@ -12,10 +12,20 @@ import re
 from pathlib import Path
 from typing import Final
 
-from runner.adapters.frameworks.files import Save, entries, files_below, is_whole, is_whole_dcp, make_save, read_json
+from runner.adapters.frameworks.files import (
+    Save,
+    entries,
+    files_below,
+    is_whole,
+    is_whole_dcp,
+    itself,
+    make_save,
+    read_json,
+)
 
 uses_library = False
 flag = "--resume_from_checkpoint"  # always with a path: without, the Trainer takes the highest number, complete or not
+resume_path = itself
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _STATE: Final = "trainer_state.json"
@@ -29,10 +39,6 @@ def saves(folder: Path, world_size: int) -> list[Save]:
         make_save(path.name, path, files_below(path), step=step, complete=_is_complete(path, step, world_size))
         for step, path in sorted(numbered.items())
     ]
-
-
-def resume_path(checkpoint: Path) -> Path:
-    return checkpoint
 
 
 def _is_complete(checkpoint: Path, step: int, world_size: int) -> bool:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from runner.adapters.launchers import torchrun
-from runner.adapters.launchers.launch import Launch, apart, first_file, run_module
+from runner.adapters.launchers.launch import Launch, first_file
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    module = ("--module", "axolotl.cli.train")
-    return run_module(
-        launch.python, "torch.distributed.run", *torchrun.options(launch), *apart((*module, *launch.command))
-    )
+    return torchrun.run(launch, ("--module", "axolotl.cli.train", *launch.command))
 
 
 def target(words: tuple[str, ...]) -> str | None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from runner.adapters.launchers import torchrun
-from runner.adapters.launchers.launch import Launch, apart, first_file, run_module
+from runner.adapters.launchers.launch import Launch, first_file
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    module = ("--module", "llamafactory.launcher")
-    return run_module(
-        launch.python, "torch.distributed.run", *torchrun.options(launch), *apart((*module, *launch.command))
-    )
+    return torchrun.run(launch, ("--module", "llamafactory.launcher", *launch.command))
 
 
 target = first_file

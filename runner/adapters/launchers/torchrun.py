@@ -6,7 +6,12 @@ from runner.adapters.launchers.launch import Launch, apart, first_file, run_modu
 
 
 def argv(launch: Launch) -> tuple[str, ...]:
-    return run_module(launch.python, "torch.distributed.run", *options(launch), *apart(launch.command))
+    return run(launch, launch.command)
+
+
+def run(launch: Launch, words: tuple[str, ...]) -> tuple[str, ...]:
+    """torchrun on these words; those of others name a module first."""
+    return run_module(launch.python, "torch.distributed.run", *options(launch), *apart(words))
 
 
 def options(launch: Launch) -> tuple[str, ...]:
