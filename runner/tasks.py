@@ -48,7 +48,7 @@ from vramfarm.protocol import ALGORITHM, Manifest, Ref
 
 if TYPE_CHECKING:
     from runner.adapters.frameworks import Save
-    from runner.job import ArchiveSource, GitSource, PathSource
+    from runner.job import ArchiveSource, GitSource, Job, PathSource
     from runner.preflight import Mission
 
     Source = GitSource | PathSource | ArchiveSource | None
@@ -179,11 +179,10 @@ def preflight(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def _mission(arguments: Arguments) -> Mission:
     from runner.adapters.providers import with_secrets
     from runner.adapters.rented import rented
-    from runner.job import Job
     from runner.preflight import Mission
 
     env = with_store_keys(with_secrets(os.environ))
-    job = Job.model_validate(arguments["spec"])
+    job = _job(arguments)
     return Mission(
         job=job,
         python=arguments["python"],
@@ -242,10 +241,9 @@ def _survey_summary(found: surveying.Survey) -> str:
 def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """What a framework saved; found anew here, since the task may be started again after a crash."""
     from runner.adapters.frameworks import framework_name, get_framework
-    from runner.job import Job
     from runner.storage.adopting import SOURCE, NotAdoptedError, adopt, find_adopted, next_step
 
-    job, directory, told = Job.model_validate(arguments["spec"]), _directory(arguments), arguments["attempt"]
+    job, directory, told = _job(arguments), _directory(arguments), arguments["attempt"]
     framework, folder = get_framework(job), Path(job.checkpoint.watch)
 
     def find() -> Save | None:
@@ -273,8 +271,7 @@ def commit(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     )
     files = {name: (save.root / name).stat().st_size for name in save.files}
     checkpoint = adopt(directory, draft, save.root, files, is_unchanged=lambda: find() == save, progress=progress)
-    took = time.monotonic() - started
-    return {"summary": f"{checkpoint.ref.name} of {save.name}, {checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s"}
+    return {"summary": f"{checkpoint.ref.name} of {save.name}, {_moved(checkpoint.size_bytes, started)}"}
 
 
 def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -288,7 +285,7 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         published = beside.submit(publishing.publish_files, logs=False, wait=False)
         ours = partial(expect_ours, store, arguments["job"], arguments["holder"])
         copied = uploading.upload(store, arguments["job"], directory, ref, progress, arguments["unusable"], ours)
-        took = time.monotonic() - started
+        summary = _moved(directory.manifest(ref).size_bytes, started)
         with suppress(OffsiteError):  # that is for a task of its own to try again, and to tell: the checkpoint is safe
             published.result()
         swept = beside.submit(tidying.sweep, store, arguments["job"])
@@ -298,10 +295,8 @@ def upload(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     if publishing.are_logs_late():
         with suppress(OffsiteError):  # it is tried again with the next copy; the checkpoint is safe
             publishing.publish_files(logs=True)
-    size = directory.manifest(ref).size_bytes
     spared = f" ({copied / 1e6:.1f} MB of it were there and were copied there)" if copied else ""
-    summary = f"{size / 1e6:.1f} MB in {took:.1f}s{spared}, confirmed by the store"
-    return {**seen, "summary": summary}
+    return {**seen, "summary": f"{summary}{spared}, confirmed by the store"}
 
 
 def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
@@ -309,19 +304,16 @@ def restore(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     started = time.monotonic()
     whole = surveying.find_whole(store, arguments["job"], arguments["subject"])
     checkpoint = restoring.restore(store, arguments["job"], whole.ref, _directory(arguments), progress, whole)
-    took = time.monotonic() - started
-    return {"summary": f"{checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"}
+    return {"summary": f"{_moved(checkpoint.size_bytes, started)}, checksums compared"}
 
 
 def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """Endpoint and credentials are those of `offload`, as they are for data."""
     from runner.adapters.frameworks import framework_name
-    from runner.job import Job
     from runner.storage import forking
 
-    job = Job.model_validate(arguments["spec"])
+    job = _job(arguments)
     lineage, _, place = arguments["subject"].partition(" ")
-
     started = time.monotonic()
     forked = forking.fork(
         place,
@@ -332,9 +324,8 @@ def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         lineage=int(lineage),
         progress=progress,
     )
-    took = time.monotonic() - started
+    moved = f"{_moved(forked.checkpoint.size_bytes, started)}, checksums compared"
     older = f"; newer ones are damaged: {'; '.join(forked.damaged)}" if forked.damaged else ""
-    moved = f"{forked.checkpoint.size_bytes / 1e6:.1f} MB in {took:.1f}s, checksums compared"
     return {"summary": f"{forked.checkpoint.ref.name} is a copy of {forked.checkpoint.origin}: {moved}{older}"}
 
 
@@ -418,11 +409,9 @@ def evidence(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 
 def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     """The data, from wherever each item lies; endpoint and credentials are those of `offload`."""
-    from runner.job import Job
     from runner.storage.offsite import staging
 
-    job = Job.model_validate(arguments["spec"])
-
+    job = _job(arguments)
     started = time.monotonic()
     found = staging.stage(
         [staging.Item(source=item.source, to=item.to) for item in job.data],
@@ -432,19 +421,17 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         boot_id=arguments["boot_id"],
         progress=progress,
     )
-    took = time.monotonic() - started
     by_size = f"; {len(found.unsure)} by size only, such as {found.unsure[0]}" if found.unsure else ""
-    fetched = f"{found.fetched_bytes / 1e6:.1f} MB of it fetched in {took:.1f}s"
+    fetched = f"{found.fetched_bytes / 1e6:.1f} MB of it fetched in {time.monotonic() - started:.1f}s"
     return {"summary": f"{found.num_files} files, {found.size_bytes / 1e6:.1f} MB, {fetched}, compared{by_size}"}
 
 
 def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
-    from runner.job import Job
     from runner.policy.finish import ALL_OUTPUTS
     from runner.storage.offsite.links import Places
     from runner.storage.offsite.outputs import copy_outputs
 
-    job = Job.model_validate(arguments["spec"])
+    job = _job(arguments)
     progress(0.0, "looking for what changed")
     found = copy_outputs(
         _store(arguments),
@@ -517,6 +504,16 @@ def _open_at(address: str, arguments: Arguments) -> Store:
 
     offload = OffloadPolicy.model_validate({**arguments["offload"], "to": address})
     return open_store(offload, with_store_keys(os.environ))
+
+
+def _job(arguments: Arguments) -> Job:
+    from runner.job import Job
+
+    return Job.model_validate(arguments["spec"])
+
+
+def _moved(size_bytes: int, started: float) -> str:
+    return f"{size_bytes / 1e6:.1f} MB in {time.monotonic() - started:.1f}s"
 
 
 def _publishing(store: Store, arguments: Arguments) -> Publishing:
