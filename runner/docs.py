@@ -32,16 +32,16 @@ them at once, each with its line. `vramfarm-runner validate job.yaml` makes this
 
 - **duration**: `90s`, `30m`, `1h30m`, `2d`. **size**: `64MiB`, `10GB`. **money**: `300`, `12.50`.
 - YAML 1.2: `8e9` is a number; `no` and `1:30` are text. Values of `env` may be numbers; they become text.
-- These placeholders are filled in, in every folder and address, in `command`, `setup` and `env`:
-
-  | placeholder | value |
-  |---|---|
-  | `{workspace}` | `$VRAMFARM_WORKSPACE`; else `/workspace`, if it exists and may be written; else the current folder |
-  | `{name}` | the job's `name` |
-  | `{date}` | `$RUNNER_DATE`; else yesterday's date while yesterday's run is here and not over; else today's (UTC) |
-  | `{config_dir}` | the folder of job.yaml |
-
 - Editors check job.yaml by [job.schema.json](job.schema.json): `# yaml-language-server: $schema=…/docs/job.schema.json`.
+
+Placeholders are filled in, in every folder and address, in `command`, `setup` and `env`:
+
+| placeholder | value |
+|---|---|
+| `{workspace}` | `$VRAMFARM_WORKSPACE`; else `/workspace`, if it exists and may be written; else the current folder |
+| `{name}` | the job's `name` |
+| `{date}` | `$RUNNER_DATE`; else yesterday's date while yesterday's run is here and not over; else today's (UTC) |
+| `{config_dir}` | the folder of job.yaml |
 """
 _CODES_ANSWER: Final = """
 What the exit code of `vramfarm-runner` says about how it ended.
