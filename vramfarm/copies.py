@@ -76,7 +76,8 @@ def arrange(known: Still, moving: Sequence[Piece], before: Layout | None) -> Lay
     signature = tuple((p.box, p.copy, p.copies, p.spread) for p in moving)
     if before is not None and before.known is known and before.signature == signature:
         return before
-    mine = staging.choose([*known.pieces, *moving])
+    # By themselves: what moves may come, grow and go, and who wrote a frozen weight writes it from then on.
+    mine = [*staging.choose(known.pieces), *staging.choose(moving)]
     apart = before.frozen if before is not None and before.known is known else _lay_out_frozen(known, mine)
     if apart is not None:
         mine = [piece for piece in mine if piece.box not in apart.still]

@@ -37,7 +37,7 @@ class Kept:
 
 def objects(rank):
     """Each differs from rank to rank in a way of its own, but for the average."""
-    one_in_many = torch.zeros(100_000)
+    one_in_many = torch.zeros(1_000_000)
     one_in_many[77_777 + 2 * rank] = 1
     return {
         "replay": Kept({"seen": np.full(20_000 * (rank + 1), rank, np.float32), "at": 5}),
@@ -61,12 +61,20 @@ def told(things):
     }
 
 
+def network():
+    """Frozen weights behind one that is trained, enough for each rank to write some."""
+    net = nn.Sequential(nn.Linear(300, 300), *(nn.Linear(600, 600) for _ in range(4)))
+    net[1:].requires_grad_(False)
+    return net
+
+
 def train(folder, things, rank):
     """Ask for a save, and end when it is there."""
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
+    net = network()
+    model = nn.parallel.DistributedDataParallel(net[0])
     optimizer = torch.optim.Adam(model.parameters())
-    ckpt = Checkpointer(model, optimizer, dir=folder / "checkpoints", keep_last=9, **things)
+    ckpt = Checkpointer(net, optimizer, dir=folder / "checkpoints", keep_last=9, **things)
     given = told(things)
     ckpt.save()
     before, deadline, saved = ckpt.saved_step, time.monotonic() + 30, torch.tensor(0)

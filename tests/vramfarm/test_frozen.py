@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from vramfarm import Checkpointer, folder, frozen, protocol, writing
-from vramfarm.copies import Layout, _Plan
+from vramfarm.copies import Layout, _Plan, arrange
 from vramfarm.image import Box, lay_out
 from vramfarm.loading import Reader
 from vramfarm.memory import PIECE_BYTES, address_of
 from vramfarm.protocol import Word
+from vramfarm.state import Snapshot
+from vramfarm.still import Still
 
 FROZEN = protocol.frozen_name(0, 1)
 
@@ -299,3 +301,29 @@ def test_the_same_numbers_in_another_order_have_another_sum(one, other):
     In small tensors and in large ones, in whatever way they changed places.
     """
     assert frozen.sums([one])[one.device] != frozen.sums([other])[one.device]
+
+
+def test_each_rank_goes_on_with_the_frozen_weights_that_it_wrote_first():
+    """What comes, grows and goes beside them, as replay buffers do, changes who writes what else; each tensor has one writer."""
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(5)))
+    model[:3].requires_grad_(requires_grad=False)
+    known = [Still({"model": model}, [], rank=rank, world_size=2) for rank in range(2)]
+    layouts, first = [None, None], None
+    for size in (0, 2_000_000, 100, 900_000, 0):
+        for rank in range(2):
+            snapshot = Snapshot(rank, 2)
+            snapshot.add("replay.seen", torch.zeros(size), spread=size == 900_000)
+            layouts[rank] = arrange(known[rank], snapshot.pieces if size else [], layouts[rank])
+        apart = [[box.key for box in one.frozen.still] for one in layouts]
+        written = [box.key for one in layouts for image in one.images for box in (at.box for at in image.placed)]
+        first = first or apart
+
+        assert first == apart
+        assert all(apart)
+        assert sorted([*model_keys(model), *(["replay.seen"] if size else [])]) == sorted(
+            [*apart[0], *apart[1], *written]
+        )
+
+
+def model_keys(model):
+    return [f"model.{name}" for name in model.state_dict()]

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from tests.vramfarm import own_objects
 from vramfarm import Checkpointer, folder, protocol
@@ -107,12 +106,12 @@ def test_however_a_model_is_spread(tmp_path):
 def test_what_ranks_keep_in_objects_of_their_own_comes_back_to_them(tmp_path, capsys):
     """
     Told by the saver at the first save, which the next step makes up for: by sizes, order, one element in many, plain values; in a later save, too. What
-    is the same on all ranks is saved once. A rank of another number goes on with what one of them had.
+    is the same on all ranks is saved once, and frozen weights stay with the ranks that wrote them. A rank of another number goes on with what one of them had.
     """
     said = output_of(torchrun(tmp_path, 2, HERE / "own_objects.py", tmp_path))
     given = [[json.loads(line) for line in (tmp_path / f"out.{rank}").read_text().splitlines()] for rank in range(2)]
     third = own_objects.objects(7)
-    Checkpointer(nn.Linear(300, 300), dir=tmp_path / "checkpoints", **third)
+    Checkpointer(own_objects.network(), dir=tmp_path / "checkpoints", **third)
     saved = folder.committed(tmp_path / "checkpoints")
 
     assert [before for before, _ in given] == [after for _, after in given]
