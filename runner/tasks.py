@@ -446,23 +446,23 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         progress,
         believe=arguments["subject"] != ALL_OUTPUTS,
     )
-    names = [": ".join(one) for one in found.left]
+    names = [": ".join(one) for one in found.left[:_A_FEW]]
     missing = f"; no such folder: {', '.join(found.missing)}" if found.missing else ""
     there = f"{found.num_stored} of {found.num_files} files in the store"
-    left = _a_few(names, 3)
+    left = _a_few(names, 3, found.num_left)
     return {
         "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{f'; left: {left}' * bool(left)}{missing}",
         "there": f"{there}{missing}",
-        "not_there": _a_few(names, 1),
+        "not_there": _a_few(names, 1, found.num_left),
         "only_here": [path for path, _ in found.left[:3]],
         "followed": found.followed[:_MAX_FOLLOWED],
         "sent_bytes": found.sent_bytes,
     }
 
 
-def _a_few(names: Sequence[str], number: int) -> str:
+def _a_few(names: Sequence[str], number: int, total: int) -> str:
     names = [f"{name[:_SHOWN]} … {name[-_SHOWN:]}" if len(name) > 2 * _SHOWN else name for name in names]
-    more = f" (and {len(names) - number} more)" if len(names) > number else ""
+    more = f" (and {total - number} more)" if total > number else ""
     return f"{'; '.join(names[:number])}{more}"
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wa
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
@@ -332,20 +333,35 @@ def read_chunk(path: Path, shard: Shard, index: int) -> bytes:
 
 
 def in_parallel(function: Callable[[T], R], items: list[T], num_threads: int) -> list[R]:
-    """Results in the order of the items, of which there may be many. The first exception stops what has not begun."""
-    results, left, is_over = dict[int, R](), iter(enumerate(items)), threading.Event()
+    """Results in the order of the items. The first exception stops what has not begun."""
+    results = dict[int, R]()
+
+    def work(taken: tuple[int, T]) -> None:
+        results[taken[0]] = function(taken[1])
+
+    for_each(work, enumerate(items), min(num_threads, len(items)))
+    return [results[index] for index in range(len(items))]
+
+
+def for_each(function: Callable[[T], object], items: Iterable[T], num_threads: int) -> None:
+    """The same for as many as there are: no more of them are asked for than are worked at, and nothing is kept."""
+    left, lock, is_over = iter(items), threading.Lock(), threading.Event()
+
+    def take() -> tuple[T, ...]:
+        with lock:
+            return () if is_over.is_set() else tuple(islice(left, 1))
 
     def work(_: int) -> None:
         try:
-            while not is_over.is_set() and (taken := next(left, None)):
-                results[taken[0]] = function(taken[1])
+            while taken := take():
+                function(taken[0])
         except BaseException:
             is_over.set()
             raise
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        run_all(pool, work, list(range(min(num_threads, len(items)))))
-    return [results[index] for index in range(len(items))]
+    if num_threads:
+        with ThreadPoolExecutor(num_threads) as pool:
+            run_all(pool, work, list(range(num_threads)))
 
 
 def run_all(pool: Executor, function: Callable[[T], R], items: list[T]) -> list[R]:

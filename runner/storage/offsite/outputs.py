@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +21,7 @@ from runner.errors import one_line
 from runner.storage.checksums import describe_file
 from runner.storage.disk import is_own_name
 from runner.storage.offsite.comparing import differs
-from runner.storage.offsite.contract import Checksums, OffsiteError, Store, in_parallel
+from runner.storage.offsite.contract import Checksums, OffsiteError, Store, for_each
 from runner.storage.offsite.known import Known, Signature, sign, signature
 from runner.storage.offsite.links import Links, Places
 from runner.storage.offsite.meter import Meter, Progress
@@ -30,6 +29,7 @@ from runner.storage.offsite.meter import Meter, Progress
 INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirmed; without it everything is compared
 _NUM_THREADS: Final = 24  # of small files most of the time is the store's
 _MAX_FILES: Final = 200_000
+_NAMED: Final = 1000  # of what is left
 _LAST_TRIES: Final = 3  # of what is being written, though nobody should write any more
 _PAUSE_S: Final = 1.0
 _TICK_NS: Final = 50_000_000  # more than the step of any file system's clock that we know
@@ -40,7 +40,10 @@ class Copied:
     num_files: int  # that were found
     num_stored: int
     sent_bytes: int
-    left: tuple[tuple[str, str], ...]  # what is not there, and why: files, and folders that cannot be read
+    left: tuple[
+        tuple[str, str], ...
+    ]  # what is not there, and why: files, and folders that cannot be read; some of them
+    num_left: int
     missing: tuple[str, ...]  # folders that do not exist
     followed: tuple[str, ...] = ()  # places beside these folders that were copied because links lead there
 
@@ -61,40 +64,74 @@ def copy_outputs(  # noqa: PLR0913  # called once
     `believe`: what was confirmed is there still, and what is being written is for the next time. Else it is the last
     copy: the store is asked for a list, which of many files takes minutes, and a moment is waited for what is written.
     """
-    copying, links = _Copying(store, job, places.run_dir / INDEX, believe=believe), Links(folders, places)
-    num_files, changed = 0, list[_File]()
-    for folder in folders:
-        for file in _files(folder, f"{job}/outputs/{folder.name}", links, copying.leave):
-            num_files += 1
-            if not copying.is_there(file):
-                changed.append(file)
-    num_unread = len(copying.left)
-    meter = Meter(sum(file.was[0] for file in changed), progress)
+    copying = _Copying(store, job, places.run_dir / INDEX, believe=believe)
+    walk = _Walk(job, folders, places, copying.is_there)
+    num_bytes = sum(file.was[0] for file in walk.changed())
+    if num_bytes or walk.num_changed:  # they are found once more, for so many are not kept
+        walk = _Walk(job, folders, places, copying.is_there)
+        meter = Meter(num_bytes, progress)
 
-    def copy(file: _File) -> None:
-        copying.copy(file)
-        meter.add(os.path.basename(file.path), file.was[0])  # noqa: PTH119  # one of many
+        def copy(file: _File) -> None:
+            copying.copy(file)
+            meter.add(os.path.basename(file.path), file.was[0])  # noqa: PTH119  # one of many
 
-    try:
-        in_parallel(copy, changed, _NUM_THREADS)
-        for _ in range(0 if believe else _LAST_TRIES):
-            copying.copy_written(_PAUSE_S)
-    finally:
-        copying.known.save()
+        try:
+            for_each(copy, walk.changed(), _NUM_THREADS)
+            for _ in range(0 if believe else _LAST_TRIES):
+                copying.copy_written(_PAUSE_S)
+        finally:
+            copying.known.save()
     for file in copying.written:
-        copying.leave(Path(file.path), "it is being written")
-    num_files -= copying.num_gone
+        copying.left.add(Path(file.path), "it is being written")
+    num_files = walk.num_files - copying.num_gone
     return Copied(
         num_files=num_files,
-        num_stored=num_files - (len(copying.left) - num_unread),
+        num_stored=num_files - copying.left.number,
         sent_bytes=copying.sent_bytes,
-        left=tuple(copying.left),
+        left=(*walk.left.some, *copying.left.some)[:_NAMED],
+        num_left=walk.left.number + copying.left.number,
         missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # Path.exists raises where it may not look
-        followed=tuple(links.followed),
+        followed=tuple(walk.followed),
     )
 
 
+class _Left:
+    """What is not in the store, and why: of very many some are named, all are counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.some: list[tuple[str, str]] = []
+        self.number = 0
+
+    def add(self, path: Path, why: str) -> None:
+        with self._lock:
+            self.number += 1
+            if len(self.some) < _NAMED:
+                self.some.append((one_line(str(path)), one_line(why)))
+
+
 Leave = Callable[[Path, str], None]
+
+
+class _Walk:
+    """Once through all that job.yaml names. What is found is handed on, and not kept: there may be very much."""
+
+    def __init__(self, job: str, folders: Sequence[Path], places: Places, is_there: Callable[[_File], bool]) -> None:
+        self._job, self._folders, self._links, self._is_there = job, folders, Links(folders, places), is_there
+        self.num_files = self.num_changed = 0
+        self.left = _Left()
+
+    @property
+    def followed(self) -> Sequence[str]:
+        return self._links.followed
+
+    def changed(self) -> Iterator[_File]:
+        for folder in self._folders:
+            for file in _files(folder, f"{self._job}/outputs/{folder.name}", self._links, self.left.add):
+                self.num_files += 1
+                if not self._is_there(file):
+                    self.num_changed += 1
+                    yield file
 
 
 def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_File]:
@@ -109,15 +146,15 @@ def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_F
     number, below = 0, [(str(folder), prefix)]
     while below:
         place, key = below.pop()
-        for entry in _entries(place, leave):
-            if is_own_name(entry.name):
+        for name in _names(place, leave):
+            if is_own_name(name):
                 continue
-            path, is_folder = _lead(entry, links, leave)
-            if is_folder:
-                below.append((path, f"{key}/{entry.name}"))
-            elif path and (was := _look(path, leave)):
+            path, found = _lead(f"{place.rstrip('/')}/{name}", links, leave)
+            if found is not None and stat.S_ISDIR(found.st_mode):
+                below.append((path, f"{key}/{name}"))
+            elif found is not None and stat.S_ISREG(found.st_mode):
                 number += 1
-                yield _File(f"{key}/{entry.name}", path, was)
+                yield _File(f"{key}/{name}", path, sign(found))
         if number > _MAX_FILES:
             raise OffsiteError(
                 f"outputs: {folder}: expected at most {_MAX_FILES} files",
@@ -126,36 +163,27 @@ def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_F
             )
 
 
-def _entries(folder: str, leave: Leave) -> list[os.DirEntry[str]]:
+def _names(folder: str, leave: Leave) -> list[str]:
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+        return sorted(os.listdir(folder))  # noqa: PTH208  # names only
     except OSError as error:
         _leave_unread(error, leave)
         return []
 
 
-def _lead(entry: os.DirEntry[str], links: Links, leave: Leave) -> tuple[str, bool]:
-    """What is copied for it, and whether that is a folder. Some file systems tell only who may look; `_look` says what is wrong."""
-    with suppress(OSError):
-        if not entry.is_symlink():
-            return entry.path, entry.is_dir(follow_symlinks=False)
-        place, why = links.follow(entry.path)
-        if why:
-            leave(Path(place), why)
-            return "", False
-        return place, bool(place) and os.path.isdir(place)  # noqa: PTH112  # one of many
-    return entry.path, False
-
-
-def _look(path: str, leave: Leave) -> Signature:
-    """Empty: no plain file."""
+def _lead(path: str, links: Links, leave: Leave) -> tuple[str, os.stat_result | None]:
+    """What is copied for it, and what that is; None: nothing."""
     try:
         found = os.lstat(path)
+        if not stat.S_ISLNK(found.st_mode):
+            return path, found
+        place, why = links.follow(path)
+        if why:
+            leave(Path(place), why)
+        return place, os.lstat(place) if place and not why else None
     except OSError as error:
         _leave_unread(error, leave)
-        return ()
-    return sign(found) if stat.S_ISREG(found.st_mode) else ()
+        return path, None
 
 
 def _leave_unread(error: OSError, leave: Leave) -> None:
@@ -167,18 +195,16 @@ class _Copying:
     def __init__(self, store: Store, job: str, index: Path, *, believe: bool) -> None:
         self._store, self.known = store, Known(index, store)
         self._is_believed = believe and not self.known.is_empty()
-        self._listed = (
-            {} if self._is_believed else {entry.key: entry.size_bytes for entry in store.list(f"{job}/outputs/")}
-        )
+        listed = () if self._is_believed else ((e.key, e.size_bytes) for e in store.list(f"{job}/outputs/"))
+        self._others = {} if self._is_believed else self.known.compare(listed)  # sizes of what is there, and not noted
         self._is_compared = store.probe().checksums is not Checksums.NONE
         self._lock = threading.Lock()
         self.sent_bytes = self.num_gone = 0
         self.written: list[_File] = []  # to meanwhile
-        self.left: list[tuple[str, str]] = []
+        self.left = _Left()
 
     def is_there(self, file: _File) -> bool:
-        is_known = self.known.of(file.key) == file.was
-        return is_known and (self._is_believed or self._listed.get(file.key) == file.was[0])
+        return self.known.of(file.key) == file.was
 
     def copy(self, file: _File) -> None:
         path = Path(file.path)
@@ -188,10 +214,10 @@ class _Copying:
         except FileNotFoundError:
             self._wait_for(file)
         except OSError as error:
-            self.leave(path, error.strerror or "cannot be read")
+            self.left.add(path, error.strerror or "cannot be read")
         except OffsiteError as error:
             if error.of_object:
-                self.leave(path, f"the store refuses it: {error}")
+                self.left.add(path, f"the store refuses it: {error}")
             elif error.damaged or before != signature(path):
                 self._wait_for(file)
             else:
@@ -204,7 +230,7 @@ class _Copying:
         written, self.written = self.written, []
         if written:
             time.sleep(pause_s)
-            in_parallel(self.copy, written, _NUM_THREADS)
+            for_each(self.copy, written, _NUM_THREADS)
 
     def _wait_for(self, file: _File) -> None:
         with self._lock:
@@ -216,7 +242,7 @@ class _Copying:
     def _bring(self, key: str, path: Path) -> None:
         shard = describe_file(path, "output")
         is_large = len(shard.checksums) > 1  # a small one is sent as soon as asked for
-        may_be_there = is_large if self._is_believed else self._listed.get(key) == shard.size_bytes
+        may_be_there = is_large if self._is_believed else self._others.get(key) == shard.size_bytes
         if may_be_there and not differs(self._store, key, shard):
             return
         self._store.put_file(key, path, shard, lambda _: None)
@@ -233,7 +259,3 @@ class _Copying:
             self._wait_for(file)
         elif before[1] < time.time_ns() - _TICK_NS:  # a younger one may change and keep its time: ask next time
             self.known.note(file.key, before)
-
-    def leave(self, path: Path, why: str) -> None:
-        with self._lock:
-            self.left.append((one_line(str(path)), one_line(why)))
