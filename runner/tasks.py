@@ -370,7 +370,7 @@ def tell(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     urls = list(find_values(arguments["names"], os.environ).values())
     answers = notify_all(urls, arguments["message"])
     if troubles := [f"{name}: {answer}" for name, answer in zip(arguments["names"], answers, strict=False) if answer]:
-        raise JobError("; ".join(troubles), hint="nobody may have heard of it")
+        raise JobError("; ".join(troubles), hint="the message may have reached nobody")
     return {"summary": f"{len(urls)} told"}
 
 

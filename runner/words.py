@@ -125,7 +125,7 @@ def grace(save_s: float | None, stop_timeout: str) -> Grace:
     known = seconds is not None
     given_s = seconds if seconds is not None else _DOCKERS_GRACE_S
     waits = f"docker stop waits {span(given_s)}" + (
-        " (RUNNER_STOP_TIMEOUT)" if known else " unless it was told otherwise"
+        " (RUNNER_STOP_TIMEOUT)" if known else " unless --stop-timeout said otherwise"
     )
     needed_s = max(120, round(2 * ((save_s or 0) + _LEAVING_S)))
     hint = f": start the container with --stop-timeout {needed_s} --env RUNNER_STOP_TIMEOUT={needed_s}"
@@ -151,7 +151,7 @@ def describe(action: Action | Refused) -> str:  # noqa: C901, PLR0911, PLR0912  
     """The action in one line; empty for waiting, which is not worth one."""
     match action:
         case Refused(action=what, error=error):
-            return f"{describe(what) or type(what).__name__.lower()}: that could not be done: {error}; training goes on, it is tried again"
+            return f"{describe(what) or type(what).__name__.lower()}: not done: {error}; training goes on, and the runner tries again"
         case Accept():
             return "accept the job"
         case Begin(kind=TaskKind.SURVEY):
@@ -159,9 +159,9 @@ def describe(action: Action | Refused) -> str:  # noqa: C901, PLR0911, PLR0912  
         case Begin(kind=TaskKind.PREFLIGHT):
             return ""  # its findings are told
         case Begin(kind=TaskKind.STAGE):
-            return "bring the data in"
+            return "fetch the data"
         case Begin(kind=TaskKind.SETUP):
-            return "bring the source and run the set-up"
+            return "fetch the source and run the set-up"
         case Begin(kind=TaskKind.REOPEN, subject=what):
             return f"open the run again in the store: it was over there ({what})"
         case Begin(kind=TaskKind.RESTORE, subject=name):
@@ -317,7 +317,7 @@ def _limit_near(before: Observed | None, after: Observed) -> Iterator[str]:
     then, now = before.deadline_at - before.now, after.deadline_at - after.now
     if any(then > ahead >= now for ahead in _WARN_BEFORE) and now > timedelta():
         why = after.deadline_why or "the deadline"
-        yield f"{why} ends this run in {span(now.total_seconds())}, at {after.deadline_at:%H:%M} UTC: it saves before; job.yaml (limits) can give it more"
+        yield f"{why} ends this run in {span(now.total_seconds())}, at {after.deadline_at:%H:%M} UTC: it saves before that; a higher limit in job.yaml (limits) gives it more"
 
 
 _VACANT = {
@@ -334,7 +334,7 @@ def _lease_change(before: Lease, after: Lease) -> str:
         case LeaseState.HELD if before.state is LeaseState.LAPSED:
             return "the lease of the run is renewed: copies go on"
         case LeaseState.HELD if before.state is LeaseState.WATCHING:
-            return f"{_VACANT[after.vacancy]}; the run is ours now (lease {after.fence})"
+            return f"{_VACANT[after.vacancy]}; this runner has the run now (lease {after.fence})"
         case LeaseState.LAPSED:
             why = f": {after.trouble}" if after.trouble else ""
             return f"the lease of the run cannot be renewed{why}; training goes on, copies wait"
@@ -431,7 +431,7 @@ def _done(kind: TaskKind, state: Finished) -> str:  # noqa: C901, PLR0911, PLR09
         case TaskKind.REOPEN | TaskKind.TIDY | TaskKind.LEASE | TaskKind.NOTIFY:
             return ""
         case TaskKind.EVIDENCE:
-            return f"evidence/{state.subject} has what was seen of it: {summary}"
+            return f"evidence/{state.subject} has what was seen: {summary}"
 
 
 def still_running(seen: Observed, *, longer_than: timedelta) -> Iterator[str]:
@@ -536,7 +536,7 @@ def describe_draining(job: Job, history: History, seen: Observed) -> str:
     if found is None or not found.is_held_up:
         return ""
     return (
-        f"the job is over; getting things off the machine, until {found.until:%H:%M} UTC at the latest: "
+        f"the job is over; copying data off the machine, until {found.until:%H:%M} UTC at the latest: "
         f"it waits for {found.what}; Ctrl-C or SIGTERM ends the runner before that, and the next one goes on with it"
     )
 
@@ -644,14 +644,14 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
         missed = "what does not fit stays on this disk"
     who = "" if get_framework(job).uses_library else " (where the script makes one at SIGTERM)"
     if job.offload.to is None:
-        return f"{kept} is kept before the limit for a last save{who}, without a copy"
+        return f"{kept} is reserved before the limit for a last save{who}, without a copy"
     if not seen.last_upload_s or not seen.local:
-        return f"{kept} is kept before the limit for a last save{who} and its upload; {missed}"
+        return f"{kept} is reserved before the limit for a last save{who} and its upload; {missed}"
     seconds, largest = seen.last_save_s + seen.last_upload_s, max(c.size_bytes for c in seen.local)
     price = Decimal(server.price_per_hour) * Decimal(seconds) / 3600 if server and server.price_per_hour else None
     money = "" if price is None or server is None else f", {price:.2f} {server.currency}"
     took = f"a save{who} {span(seen.last_save_s)}, the upload of {size(largest)} {span(seen.last_upload_s)}"
-    return f"the end takes about {span(seconds)}{money}: {took}; {kept} is kept for it before the limit; {missed}"
+    return f"the end takes about {span(seconds)}{money}: {took}; {kept} is reserved for it before the limit; {missed}"
 
 
 def closing(job: Job, history: History, seen: Observed, around: Surroundings, end: End) -> list[str]:

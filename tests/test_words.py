@@ -176,7 +176,7 @@ def test_why_the_run_could_be_taken_over_is_told(vacancy, told):
     watching = replace(SEEN, lease=Lease(state=LeaseState.WATCHING, who="m-1", fence=3))
     held = replace(SEEN, lease=Lease(state=LeaseState.HELD, fence=4, vacancy=vacancy))
 
-    assert [f"{told}; the run is ours now (lease 4)"] == list(changes(watching, held))
+    assert [f"{told}; this runner has the run now (lease 4)"] == list(changes(watching, held))
 
 
 def test_a_refusal_of_the_store_is_said_once_with_the_cure():
@@ -499,7 +499,7 @@ def test_closing_does_not_claim_a_store_that_has_nothing():
             7.0,
             "",
             False,
-            "a last save takes about 7.0s; docker stop waits 10s unless it was told otherwise: that is too short, the last save "
+            "a last save takes about 7.0s; docker stop waits 10s unless --stop-timeout said otherwise: that is too short, the last save "
             "may be lost: start the container with --stop-timeout 120 --env RUNNER_STOP_TIMEOUT=120",
             id="not-told",
         ),
@@ -573,7 +573,7 @@ def test_the_end_is_said_before_it_comes_and_what_sets_it():
     before = replace(SEEN, deadline_at=NOW + timedelta(minutes=16), deadline_why="limits.max_cost")
     after = replace(before, now=NOW + timedelta(minutes=1))
 
-    line = "limits.max_cost ends this run in 15m 00s, at 12:16 UTC: it saves before; job.yaml (limits) can give it more"
+    line = "limits.max_cost ends this run in 15m 00s, at 12:16 UTC: it saves before that; a higher limit in job.yaml (limits) gives it more"
     assert [line] == list(changes(before, after))
     assert [] == list(changes(after, replace(after, now=NOW + timedelta(minutes=2))))
 
@@ -621,19 +621,27 @@ SCRIPT = {"framework": "torch_save", "command": "train.py {resume_args}"}
     ("change", "measured", "server", "said"),
     [
         pytest.param(
-            {}, False, SERVER, "1m 20s is kept before the limit for a last save and its upload; what", id="at the start"
+            {},
+            False,
+            SERVER,
+            "1m 20s is reserved before the limit for a last save and its upload; what",
+            id="at the start",
         ),
         pytest.param(
             {}, True, SERVER, "takes about 2m 10s, 1.13 EUR: a save 10s, the upload of 12.4 GB 2m 00s", id="measured"
         ),
-        pytest.param({}, True, SERVER, "4m 50s is kept for it", id="reserve"),
+        pytest.param({}, True, SERVER, "4m 50s is reserved for it", id="reserve"),
         pytest.param({}, True, SERVER, "which the provider keeps", id="what does not fit"),
         pytest.param({}, True, None, "what does not fit stays on this disk", id="a machine of one's own"),
         pytest.param(
             {"limits": {"on_limit": "stop_anyway"}}, True, SERVER, "what does not fit is lost", id="stop anyway"
         ),
         pytest.param(
-            {"offload": {}}, False, SERVER, "is kept before the limit for a last save, without a copy", id="no store"
+            {"offload": {}},
+            False,
+            SERVER,
+            "is reserved before the limit for a last save, without a copy",
+            id="no store",
         ),
         pytest.param(
             SCRIPT, True, SERVER, "a save (where the script makes one at SIGTERM) 10s, the upload", id="a script's own"

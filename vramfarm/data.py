@@ -58,7 +58,7 @@ class Position:
     def parse(cls, saved: Mapping[str, Any]) -> Position:
         """Return what `dump` gave; `StateError` for anything else."""
         if saved.keys() != cls().dump().keys() or not all(type(n) is int and n >= 0 for n in saved.values()):
-            raise StateError(f"the checkpoint's data position is none: {str(saved)[:80]}")
+            raise StateError(f"the checkpoint's position in the data makes no sense: {str(saved)[:80]}")
         return cls(**saved)
 
     def advance(self, samples: int) -> None:
@@ -243,7 +243,7 @@ class Order:
         match saved:
             case {"seed": int(seed), "samples": int(samples), "shuffled": bool(shuffled)}:
                 return cls(seed, samples, shuffled)
-        raise StateError(f"the checkpoint's order of the data is none: {str(saved)[:80]}")
+        raise StateError(f"the checkpoint's order of the data makes no sense: {str(saved)[:80]}")
 
     def dump(self) -> dict[str, Any]:
         return asdict(self)

@@ -112,14 +112,14 @@ def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]],
     match saved:
         case {"now": int(now), "all": list(several)} if 0 <= now < len(several):
             return [_parse_one(one) for one in several], now
-    raise StateError(f"the checkpoint's places in the data are none: {str(saved)[:80]}")
+    raise StateError(f"the checkpoint's places in the data make no sense: {str(saved)[:80]}")
 
 
 def _parse_one(saved: object) -> tuple[Position, int | None]:
     match saved:
         case [dict(position), int() | None as size]:
             return Position.parse(position), size
-    raise StateError(f"the checkpoint's place in the data is none: {str(saved)[:80]}")
+    raise StateError(f"the checkpoint's place in the data makes no sense: {str(saved)[:80]}")
 
 
 def _data_of(loader: object) -> object:

@@ -244,7 +244,7 @@ def _loader_states(own: Mapping[str, Any], places: Any) -> dict[int, Any]:  # no
 
 def _orders(saved: object) -> dict[int, Order]:
     if not isinstance(saved, dict) or not all(number.isdecimal() for number in saved):
-        raise StateError(f"the checkpoint's orders of the data are none: {str(saved)[:80]}")
+        raise StateError(f"the checkpoint's orders of the data make no sense: {str(saved)[:80]}")
     return {int(number): Order.parse(order) for number, order in saved.items()}
 
 

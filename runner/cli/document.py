@@ -120,7 +120,7 @@ def _in_words(error: MarkedYAMLError, line: int) -> str:
     if "\\t" in problem:
         return "a tab; YAML is indented with spaces"
     if problem.startswith("mapping values"):
-        return "a second ': ' in one line, or a line that is indented too far; text with ': ' in it wants quotes"
+        return "a second ': ' in one line, or a line that is indented too far; text with ': ' in it needs quotes"
     since = begun.line + 1 if begun is not None else line
     if problem == "found unexpected end of stream":
         return f"the quote of line {since} is never closed"

@@ -41,7 +41,7 @@ def check_framework(job: Job, place: Callable[[str], str] = lambda _: "") -> Non
         flag = " ".join(resume_args(job, framework, Path("FOLDER")))
         raise JobError(
             f"{place('command')}command: expected {{resume_args}} in it, since {framework_name(job)} saves by itself (framework); found none",
-            hint=f"it becomes {flag!r} when there is something to go on from; the script has to understand that",
+            hint=f"it becomes {flag!r} when there is a checkpoint to resume from; the script must accept that option",
         )
 
 

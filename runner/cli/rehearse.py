@@ -162,7 +162,7 @@ def _saves(real: Job, mine: Job, root: Path) -> str:
         return mine.checkpoint.watch
     raise JobError(
         f"command: expected {{checkpoint_dir}} in it, since it would save into {real.checkpoint.watch}, the real run's",
-        hint="say {checkpoint_dir} where the command names that folder (docs/frameworks.md)",
+        hint="write {checkpoint_dir} in the command in place of that folder (docs/frameworks.md)",
     )
 
 

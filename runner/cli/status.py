@@ -218,7 +218,7 @@ def describe_draining(status: Status) -> str:
     found = found if isinstance(found, dict) else {}
     until = f", until {datetime.fromisoformat(found['until']):%H:%M} UTC at the latest" if found.get("until") else ""
     what = f": {found['what']}" if found.get("what") else ""
-    return f"the runner has not ended: it gets things off the machine{until}{what}; Ctrl-C or SIGTERM ends it before"
+    return f"the runner has not ended: it copies data off the machine{until}{what}; Ctrl-C or SIGTERM ends it before"
 
 
 def _phase(status: Status, *, alive: bool | None, left: int, now: datetime) -> str:

@@ -233,7 +233,7 @@ class _Submission:
             case Refused(code=code, reason=reason):
                 error = JobError if code == JobError.exit_code else StoreError
                 hint = "mend it and submit again: with another job.yaml or other code it rents again, as with --go-on"
-                raise error(f"{self._job.name}: nothing is rented, the last server was in vain: {reason}", hint=hint)
+                raise error(f"{self._job.name}: nothing is rented, because the last server failed: {reason}", hint=hint)
             case TooShort(reason=reason):
                 raise JobError(
                     f"{self._job.name}: nothing is rented: {reason}", hint="give it more (limits in job.yaml)"

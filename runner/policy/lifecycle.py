@@ -83,5 +83,5 @@ def _cut_short(seen: Observed) -> str:
     if lost > 1:
         return f"it ended with exit 0 and without its last save: {lost} steps were lost; os._exit skips it, and the log says where it failed"
     if told.step < told.max_steps:
-        return f"it ended with exit 0 at step {told.step} of {told.max_steps}, by os._exit or the like; leave the loop, or sys.exit, where training is done"
+        return f"it ended with exit 0 at step {told.step} of {told.max_steps}, by os._exit or similar; leave the loop, or call sys.exit, where training is done"
     return ""

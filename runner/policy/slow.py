@@ -132,7 +132,7 @@ def _why_stuck(kind: TaskKind, seen: Observed) -> str:
     if not isinstance(state, Running):
         return ""
     if state.stopped_at and seen.now >= state.stopped_at + STOPPED:
-        return "somebody has stopped its process (SIGSTOP): another one does its work"
+        return "its process was stopped (SIGSTOP): another one does its work"
     if not state.has_spoken and seen.now >= state.started_at + NO_WORD:
         return f"it has not begun within {_minutes(NO_WORD)}: another one is tried"
     if kind in _MOVERS and seen.now >= (state.moved_at or state.started_at) + STUCK:

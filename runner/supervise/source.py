@@ -218,7 +218,7 @@ def _credentials(address: str, outer: Mapping[str, str]) -> Mapping[str, str]:
 
 def _git_hint(said: str) -> str:
     if re.search(r"could not read Username|Permission denied|Authentication failed|not found", said):
-        return "a private repository needs a token in its address, or a key; check the address"
+        return "check the address; a private repository needs a token in it, or a key"
     return "check `git` and `ref`"
 
 

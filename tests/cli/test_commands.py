@@ -771,7 +771,7 @@ def test_a_run_that_is_over_and_a_runner_that_is_not_are_told_apart(tmp_path, cl
 
     told, again = cli("status").stdout, cli("stop").stdout
 
-    line = "the runner has not ended: it gets things off the machine, until 12:30 UTC at the latest: lease of the run (no answer)"
+    line = "the runner has not ended: it copies data off the machine, until 12:30 UTC at the latest: lease of the run (no answer)"
     assert told.startswith("llama  stopped, draining (exit code 8 to come)  ")
     assert line in told
     assert line in again

@@ -201,7 +201,7 @@ MISTAKES = {
     "key twice": ("command: t\ncommand: u", "job.yaml:2: command: written twice, first in line 1"),
     "no YAML": (
         "command: a: b",
-        "job.yaml:1: not YAML: a second ': ' in one line, or a line that is indented too far; text with ': ' in it wants quotes",
+        "job.yaml:1: not YAML: a second ': ' in one line, or a line that is indented too far; text with ': ' in it needs quotes",
     ),
     "a quote that is not closed": (
         "command: t\nname: 'a\ncards: 1\n",

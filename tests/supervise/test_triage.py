@@ -298,7 +298,7 @@ def test_a_full_disk_is_named_though_no_log_has_a_word_of_it(tmp_path, code):
         pytest.param(-9, "the launcher was killed by SIGKILL; see ", id="signal"),
         pytest.param(
             None,
-            "nobody saw how the launcher ended: its shim was killed too, as in a container without memory, or its disk took no word; see ",
+            "nobody saw how the launcher ended: its shim was killed too, as in a container out of memory, or its disk accepted no write; see ",
             id="unknown",
         ),
     ],

@@ -103,7 +103,7 @@ def _only_code(ended: Exit | None) -> str:
     if ended is None:
         return "no line names an error"
     if ended.code is None:
-        return "nobody saw how the launcher ended: its shim was killed too, as in a container without memory, or its disk took no word"
+        return "nobody saw how the launcher ended: its shim was killed too, as in a container out of memory, or its disk accepted no write"
     if ended.code < 0:
         return f"the launcher was killed by {signal_name(-ended.code)}"
     return f"the launcher exited with code {ended.code}"
