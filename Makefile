@@ -1,17 +1,17 @@
 # Two commands: `make run` (the quickstart) and `make test`. Everything else serves them.
 #
 #   PYTHON=python3.12                                      another interpreter, 3.11 or newer
-#   TORCH_INDEX=URL                                        an index of torch without CUDA: 2 GB less to download
+#   TORCH_INDEX=URL                                        a package index of torch without CUDA: 2 GB less to download
 PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests wait for processes more than they compute: three at once keep two cores busy.
+# Tests mostly wait for processes: three at once keep two cores busy.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist worksteal
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The container tests use an engine of ours where scripts/docker-engine.sh started one, else whichever answers.
+# The container tests use the engine that scripts/docker-engine.sh started, else any engine that answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
 .PHONY: run test test-failed check bench bench-transfer correctness chaos chaos-disks chaos-stores chaos-outputs chaos-exits test-old-torch install clean docs
@@ -23,7 +23,7 @@ test: install
 	@mkdir -p build && rm -rf build/pytest-cache build/test-exit
 	@$(ENGINE) $(PYTEST) tests || { echo $$? >build/test-exit; exit 1; }
 
-# What failed in the last `make test`, one after the other: a fault fails again, a machine too busy for a time limit does not.
+# Repeats what failed in the last `make test`, one test after the other. A real fault fails again; a time limit missed on a busy machine does not.
 test-failed: install
 	@$(ENGINE) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none tests
 
@@ -35,7 +35,7 @@ check: install
 	$(BIN)/python -m runner.docs --check
 	@$(ENGINE) $(PYTEST) tests
 
-# What a save and a restart cost, scaled down: two ranks on the processor, a quarter of an hour. On cards: benchmarks/gpu/run.sh
+# The cost of a save and a restart, scaled down: two ranks on the processor, a quarter of an hour. On cards: benchmarks/gpu/run.sh
 bench: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/checkpoint.py \
 	  --dim 1024 --layers 8 --batch 1 --tokens 8 --optimizer fused --rounds 4 --limit-s 420 --save-limit-s 60 --out build/bench-out
@@ -43,13 +43,17 @@ bench: install
 	  --size "--layers 6 --hidden 1280 --vocabulary 8192 --sequence 16 --per-card 1 --global-batch 2"
 	@cat build/bench-out/checkpoint.md build/bench-out/restart.md
 
-# What goes wrong while a checkpoint is written or read, done to ours and to torch's DCP: make correctness ROUNDS=1000
+# Faults while a checkpoint is written or read, in our engine and in torch's DCP: make correctness ROUNDS=1000
 ROUNDS ?= 100
 correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
 
-# Whole runs with torchrun and an S3 server, killed at every point of a save, and power that is lost (root and a loop device, else the table says
-# that it was not). JOBS rounds side by side: two a core. STORE=--store strikes at requests to the store. FAKE=--fake leaves torch out, which is three quarters of it; SEED: of the first round.
+# Whole runs with torchrun and an S3 server, killed at every point of a save, and power losses (these need root and a loop device; without them the
+# table says that power was not lost).
+#   JOBS=N           rounds side by side: two per core
+#   STORE=--store    strike at requests to the store
+#   FAKE=--fake      without torch, which is three quarters of the time
+#   SEED=N           seed of the first round
 FAKE ?=
 STORE ?=
 JOBS ?= 2
@@ -57,11 +61,12 @@ SEED ?= 0
 chaos: install
 	@PYTHONPATH=. $(BIN)/python benchmarks/chaos/storm.py --rounds $(ROUNDS) --jobs $(JOBS) --seed $(SEED) $(FAKE) $(STORE); code=$$?; cat build/chaos/chaos.md; exit $$code
 
-# Disks that are full, read-only, slow or failing below a whole run; and how long a training takes to end while a save is on its way.
+# Disks that are full, read-only, slow or failing below a whole run.
 chaos-disks: install
 	PYTHONPATH=. $(BIN)/python benchmarks/chaos/disks.py
 
-# Stores that are down, full, broken or silent beside a whole run; and many small outputs. STAYS: seconds for which one is down.
+# chaos-stores: stores that are down, full, broken or silent beside a whole run; STAYS: for how many seconds one is down.
+# chaos-outputs: many small outputs. chaos-exits: how long training takes to end while a save is under way.
 STAYS ?= 1200
 STORES ?=
 chaos-stores: install
@@ -73,11 +78,11 @@ chaos-outputs: install
 chaos-exits: install
 	PYTHONPATH=. $(BIN)/python benchmarks/chaos/exits.py
 
-# Uploads and downloads beside other clients, to an S3 server on this machine.
+# Uploads and downloads with our client and others, to an S3 server on this machine.
 bench-transfer: install
 	PYTHONPATH=. $(BIN)/python benchmarks/transfer.py
 
-# The oldest torch that we support, and the oldest whose own reader reads our shards: installed from pip's index (6 GB each, with CUDA), or
+# The oldest torch that is supported, and the oldest whose own reader reads our shards. Installed from pip's index (6 GB each, with CUDA), or
 #   make test-old-torch TORCH_INDEX=URL      of torch without CUDA
 #   make test-old-torch VRAMFARM_OLD_TORCH=/one/bin/python:/other/bin/python      that have torch, numpy and safetensors
 OLD_TORCH := 2.6.0 2.8.0
