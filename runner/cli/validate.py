@@ -250,7 +250,7 @@ def _warn_of_the_time(loaded: LoadedJob, now: datetime) -> Iterator[str]:
     text = loaded.job.limits.until
     if text and (at := next_time(text, now)) <= now:
         zone = "" if datetime.fromisoformat(text).tzinfo else "; no zone is named, which means UTC"
-        yield f"{place_of(loaded, 'limits.until')}limits.until: expected a time to come, found {text} ({_moment(at, now)}{zone}): the job would end before it trains"
+        yield f"{place_of(loaded, 'limits.until')}limits.until: expected a time in the future, found {text} ({_moment(at, now)}{zone}): the job would end before it trains"
 
 
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
@@ -259,7 +259,7 @@ def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     if job.offload.to is None:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif scheme_of(job.offload.to) == "file":
-        yield "offload.to: a folder protects only if it lies on another machine's disk"
+        yield "offload.to: a folder protects only if it is on another machine's disk"
     elif (path := urlsplit(job.offload.endpoint or "").path).strip("/"):
         yield f"offload.endpoint: has a path ({path}): offload.to names the bucket, the endpoint only the host, as in https://host:9000"
     yield from _passwords(job)

@@ -454,7 +454,9 @@ def test_a_limit_that_is_over_is_said(tmp_path, cli, zone, told):
     done = cli("validate", "job.yaml")
 
     (warning,) = [line for line in done.stdout.splitlines() if "limits.until: " in line]
-    assert warning.startswith(f"warning: job.yaml:4: limits.until: expected a time to come, found {written} (3h 0")
+    assert warning.startswith(
+        f"warning: job.yaml:4: limits.until: expected a time in the future, found {written} (3h 0"
+    )
     assert warning.endswith(f" ago, {over:%Y-%m-%d %H:%M} UTC{told}): the job would end before it trains")
 
 

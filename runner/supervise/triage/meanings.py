@@ -66,7 +66,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             ),
             file_is_lfs_pointer_or_html=(
                 _USER,
-                "the file is no checkpoint but a Git LFS pointer or an HTML page",
+                "the file is not a checkpoint but a Git LFS pointer or an HTML page",
                 "download the real file; no loading option helps",
             ),
             state_dict_mismatch=(
@@ -119,7 +119,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             dataset_missing=(
                 _USER,
                 "a file that the script reads is not on this server",
-                "bring the data in before training, or correct the path",
+                "fetch the data before training (`data`), or correct the path",
             ),
         ),
         **_in(
@@ -139,7 +139,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             "environment",
             library_mismatch=(
                 _ENV,
-                "a library was found that does not fit the one that was built against",
+                "a library was found that does not match the one it was built against",
                 "start without a foreign LD_LIBRARY_PATH; keep only one build of each CUDA library",
                 {"LD_LIBRARY_PATH": ""},
             ),
@@ -161,7 +161,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             ),
             triton_cache_race=(
                 _ENV,
-                "ranks compiled into one cache folder and stepped on each other",
+                "ranks compiled into one cache folder and overwrote each other's files",
                 "give each rank a cache of its own",
                 _OWN_CACHES,
             ),
@@ -198,7 +198,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             gpu_occupied=(
                 _AS_IS,
                 "another process holds most of the card's memory",
-                "end left-over processes and start again; if they are not ours, leave this server",
+                "end left-over processes and start again; if they are not yours, leave this server",
             ),
         ),
         **_in(
@@ -235,8 +235,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = MappingProxyType(
             ),
             rendezvous_timeout=(
                 _USER,
-                "not all processes arrived at the start; the one that speaks only waited",
-                "see why the others did not start: their number, their resources, their own logs",
+                "not all processes arrived at the start; the one that reports this only waited",
+                "find out why the others did not start: check their number, their resources, their own logs",
             ),
         ),
         **_in(
