@@ -542,6 +542,7 @@ class Observed:
     leaving: bool = False  # SIGTERM: this boot ends, the job does not
     rented: bool = False
     stop_doubt: str = ""  # why the stop of this server may fail when its time comes
+    outputs_stuck: str = ""  # what of them the last copy left, and why, and the next one will; the first one
     only_here: tuple[str, ...] = ()  # files of the run, beside its checkpoints, that no store has; a few of them
     deadline_at: datetime | None = None
     deadline_why: str = ""  # what sets it

@@ -29,6 +29,7 @@ from runner.policy.actions import (
     TrimLogs,
     Wait,
 )
+from runner.policy.finish import tell_stuck_outputs
 from runner.policy.notices import decide_and_tell
 from runner.policy.waiting import Waiting, tell_waiting
 from runner.storage import journal as events
@@ -63,12 +64,14 @@ def run(job: Job, journal: Journal, world: World, tell: Tell) -> End:
     """Return the last word: how the job ended, or that only this boot did (code 75)."""
     refused: Action | None = None
     waits: Waiting | None = None
+    stuck = ""
     while True:
         history = journal.history
         seen = world.observe(history)
         history = _remember_first_step(history, seen, journal)
         history = _remember_unusable(history, seen, journal)
         waits = _note_waiting(waits, tell_waiting(job, history, seen), seen, journal)
+        stuck = _note_stuck(stuck, tell_stuck_outputs(seen), seen, journal)
         action = decide_and_tell(job, history, seen)
         if isinstance(action, Launch):
             world.check_launch()  # before anybody is told of a launch that cannot be
@@ -122,6 +125,12 @@ def _note_waiting(before: Waiting | None, now: Waiting | None, seen: Observed, j
     """Once an outage: an hour that is paid for, and in which nothing began, has its line among those of the others."""
     if now and (before is None or (before.kind, before.since) != (now.kind, now.since)):
         journal.note(events.waiting(now.line, now.until, seen.now))
+    return now
+
+
+def _note_stuck(before: str, now: str, seen: Observed, journal: Journal) -> str:
+    if now and now != before:
+        journal.note(events.stuck(now, seen.now))
     return now
 
 

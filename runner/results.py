@@ -72,6 +72,7 @@ class StoreView:
         self.checkpoints: tuple[Checkpoint, ...] | None = None
         self.spoilt: Mapping[str, Any] = {}  # by name, as a task told it; for the next one
         self.vanished: frozenset[str] = frozenset()
+        self.outputs_stuck = ""
         self.conclusion: Conclusion | None = None
         self._is_damaged: dict[str, bool] = {}  # by name, as the last one found that had to do with its bytes
         self.job: Mapping[str, Any] = {}
@@ -120,6 +121,8 @@ class StoreView:
             identity = (state.result.get("job") or {}).get("identity")
             self.job = identity if isinstance(identity, Mapping) else {}
             self.abilities = state.result.get("abilities")
+        if kind is TaskKind.OUTPUTS:
+            self.outputs_stuck = str(state.result.get("stuck", ""))
         if "outcome" in state.result:
             self.conclusion = parse_conclusion(state.result["outcome"] or {})
 

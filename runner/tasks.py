@@ -429,7 +429,7 @@ def stage(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
     from runner.policy.finish import ALL_OUTPUTS
     from runner.storage.offsite.links import Places
-    from runner.storage.offsite.outputs import copy_outputs
+    from runner.storage.offsite.outputs import WRITTEN, copy_outputs
 
     job = _job(arguments)
     progress(0.0, "looking for what changed")
@@ -454,6 +454,7 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{f'; left: {left}' * bool(left)}{missing}",
         "there": f"{there}{missing}",
         "not_there": _a_few(names, 1, found.num_left),
+        "stuck": _a_few([": ".join(one) for one in found.left if one[1] != WRITTEN][:1], 1, 1),
         "only_here": [path for path, _ in found.left[:3]],
         "followed": found.followed[:_MAX_FOLLOWED],
         "sent_bytes": found.sent_bytes,

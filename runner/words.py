@@ -67,7 +67,7 @@ from runner.policy.actions import (
     Wait,
 )
 from runner.policy.cadence import MEAN_TIME, Rental, decide_cadence, observed_interval, time_between_failures
-from runner.policy.finish import ALL_OUTPUTS, is_safe, tell_draining, tell_missing_outputs
+from runner.policy.finish import ALL_OUTPUTS, is_safe, tell_draining, tell_missing_outputs, tell_stuck_outputs
 from runner.policy.goodput import Spending, goodput, share_out, useful_cost
 from runner.policy.ledger import Running as RunningAttempt
 from runner.policy.ledger import describe_machine, dump, identify_machine, merge
@@ -290,6 +290,8 @@ def changes(
         yield line
     if gone := after.vanished - (before.vanished if before else frozenset()):
         yield tell_vanished(gone)
+    if after.outputs_stuck != (before.outputs_stuck if before else "") and (line := tell_stuck_outputs(after)):
+        yield line
     yield from _limit_near(before, after)
     if after.straggler and before and after.straggler != before.straggler:
         yield after.straggler
@@ -501,6 +503,7 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
         "hang": seen.hang.reason if seen.hang else None,
         "straggler": seen.straggler or None,
         "save_error": seen.progress.save_error or None,
+        "outputs_stuck": tell_stuck_outputs(seen) or None,
         "attempt": history.last.number if history.last else 0,
         "env_changes": dict(history.last.env) if history.last else {},
         "last_failure": _last_failure(history),

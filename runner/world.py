@@ -181,6 +181,7 @@ class RealWorld:
             unusable_now=self._store.unusable_now(),
             spoilt=frozenset(self._store.spoilt),
             vanished=self._store.vanished,
+            outputs_stuck=self._store.outputs_stuck,
             other_job=self._difference(),
             concluded_elsewhere=self._store.conclusion,
             tasks=tasks,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.facts import Checkpoint, Conclusion, Finished, Outcome, TaskKind
+from runner.facts import Checkpoint, Conclusion, Failed, Finished, Outcome, Running, TaskKind
 from runner.results import StoreView, dump_conclusion, parse_conclusion
 from runner.tasks import dump_checkpoint
 from tests.simworld import START
@@ -36,6 +36,23 @@ def test_a_checkpoint_that_the_store_had_and_has_not_any_more_is_missed():
 
     assert (frozenset(), frozenset()) == (tidied, hidden)
     assert {names[300], names[400]} == view.vanished
+
+
+def test_outputs_that_do_not_get_into_the_store_are_known_until_they_do():
+    """
+    Also while the next copy runs; a failure to copy at all says nothing of them.
+    """
+    view, known = StoreView(), []
+    for state in (
+        Finished(subject="so far", at=START, result={"stuck": "x: no"}),
+        Running(subject="so far", started_at=START),
+        Failed(subject="so far", at=START, error="away", final=False, failures=1),
+        Finished(subject="so far", at=START, result={}),
+    ):
+        view.learn({TaskKind.OUTPUTS: state})
+        known.append(view.outputs_stuck)
+
+    assert ["x: no", "x: no", "x: no", ""] == known
 
 
 @pytest.mark.parametrize("identity", [None, 5, "x", [1], {"batch": []}, {"batch": {"global": "many"}}], ids=str)

@@ -196,7 +196,7 @@ def _trouble(status: Status) -> Iterator[str]:
     """Of the attempt that runs: whether it hangs, who is slow, why it is not saved, what was changed for it."""
     if status.get("outcome"):
         return
-    for name, word in (("hang", "it hangs: "), ("straggler", ""), ("save_error", "not saved: ")):
+    for name, word in (("hang", "it hangs: "), ("straggler", ""), ("save_error", "not saved: "), ("outputs_stuck", "")):
         if told := status.get(name):
             yield f"  {word}{told}"
     if changes := status.get("env_changes"):

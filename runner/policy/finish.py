@@ -21,6 +21,7 @@ from runner.policy.slow import (
 
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _NO_TIME = "there was no time"
+_CURE = "run it again there: it copies them and trains nothing"
 _DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
 
 
@@ -83,7 +84,7 @@ def tell_missing(job: Job, history: History, seen: Observed) -> str:
     if seen.local and not is_safe(job, seen):
         return f"the store does not have it: {_why_not(seen)}"
     outputs = tell_missing_outputs(job, seen)
-    return f"not all outputs are in the store: {outputs}" if outputs else ""
+    return f"not all outputs are in the store: {outputs}; {_CURE}" if outputs else ""
 
 
 def _why_not(seen: Observed) -> str:
@@ -112,6 +113,17 @@ def tell_missing_outputs(job: Job, seen: Observed) -> str:
             return failed.error
         case _:
             return f"{_NO_TIME} for a last copy"
+
+
+def tell_stuck_outputs(seen: Observed) -> str:
+    """What would make a run that ends well end with 4, while somebody can still mend it; empty: nothing so far."""
+    copied = seen.tasks.get(TaskKind.OUTPUTS)
+    if not seen.outputs_stuck or (copied and copied.subject == ALL_OUTPUTS):
+        return ""
+    return (
+        f"of outputs this does not get into the store: {seen.outputs_stuck} "
+        f"(mend it while it trains: else the run ends with exit {EXIT_CODES[Outcome.STORE]}, and its disk is kept)"
+    )
 
 
 def is_safe(job: Job, seen: Observed) -> bool:

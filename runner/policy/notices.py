@@ -15,6 +15,7 @@ from typing import Final
 from runner.facts import Attempt, Ending, Failed, History, Observed, Running, TaskKind
 from runner.job import Job
 from runner.policy.actions import EXIT_CODES, Action, Conclude, End, Launch, Leave, Notify, Wait
+from runner.policy.finish import tell_stuck_outputs
 from runner.policy.house import vanished_key
 from runner.policy.lifecycle import decide
 from runner.policy.limits import limit_at
@@ -56,6 +57,7 @@ def _due(job: Job, history: History, seen: Observed, action: Action) -> Iterator
     if not isinstance(action, End):  # whose reason it is
         yield from _copies_fail(job, history, seen)
     yield from _vanished(history, seen)
+    yield from _stuck_outputs(history, seen, action)
     yield from _ended(history, action)
 
 
@@ -130,6 +132,12 @@ def _vanished(history: History, seen: Observed) -> Iterator[Notify]:
     if seen.vanished:
         newest = max(seen.vanished)
         yield from _once(history, "alert", vanished_key(newest), tell_vanished(seen.vanished))
+
+
+def _stuck_outputs(history: History, seen: Observed, action: Action) -> Iterator[Notify]:
+    text, told = tell_stuck_outputs(seen), history.notified.get("outputs", _NEVER)
+    if text and not isinstance(action, End) and seen.now - told >= _RARELY:
+        yield Notify("alert", "outputs", text)
 
 
 def tell_vanished(names: Collection[str]) -> str:

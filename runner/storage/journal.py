@@ -139,6 +139,11 @@ def waiting(line: str, until: datetime, at: datetime) -> Event:
     return {"event": "waiting", "what": line, "until": until.isoformat(), "at": at.isoformat()}
 
 
+def stuck(line: str, at: datetime) -> Event:
+    """The same of outputs that do not get into the store."""
+    return {"event": "stuck", "what": line, "at": at.isoformat()}
+
+
 def notified(key: str, at: datetime) -> Event:
     return {"event": "notified", "key": key, "at": at.isoformat()}
 

@@ -1468,6 +1468,7 @@ def test_outputs_go_once_more_at_the_end_before_the_stop():
 
 
 NOT_ALL = "not all outputs are in the store: "
+AGAIN = "; run it again there: it copies them and trains nothing"
 COPIED = Finished(subject=ALL_OUTPUTS, at=START)
 NOT_COPIED = Failed(subject=ALL_OUTPUTS, at=START, error="refused", final=True, failures=1)
 
@@ -1476,8 +1477,8 @@ NOT_COPIED = Failed(subject=ALL_OUTPUTS, at=START, error="refused", final=True, 
     ("state", "elsewhere", "expected"),
     [
         pytest.param(COPIED, "", "", id="all are there"),
-        pytest.param(replace(COPIED, result={"not_there": "x: no"}), "", f"{NOT_ALL}x: no", id="one is left"),
-        pytest.param(NOT_COPIED, "", f"{NOT_ALL}refused", id="refused"),
+        pytest.param(replace(COPIED, result={"not_there": "x: no"}), "", f"{NOT_ALL}x: no{AGAIN}", id="one is left"),
+        pytest.param(NOT_COPIED, "", f"{NOT_ALL}refused{AGAIN}", id="refused"),
         pytest.param(COPIED, f"{NOT_ALL}y", f"{NOT_ALL}y", id="left on an earlier machine"),
     ],
 )

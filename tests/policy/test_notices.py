@@ -18,9 +18,13 @@ from runner.facts import (
     TaskKind,
 )
 from runner.job import Job
+from runner.loop import _note_stuck
 from runner.policy.actions import Launch, Notify
+from runner.policy.finish import ALL_OUTPUTS, tell_stuck_outputs
 from runner.policy.notices import decide_and_tell
 from runner.storage import journal as events
+from runner.storage.disk import Disk
+from runner.storage.journal import Journal
 from runner.words import changes
 from tests.simworld import START, TURN, Elsewhere, boot
 from vramfarm.protocol import Ref
@@ -173,6 +177,39 @@ def test_a_store_that_is_away_is_told_once_it_is_serious(tmp_path):
 
     assert ["started", "upload", "ended"] == told(elsewhere)
     assert "only on this disk: connection refused" in elsewhere.messages[1][1]
+
+
+def test_outputs_that_do_not_get_into_the_store_are_told_while_somebody_can_mend_it(tmp_path):
+    """
+    Hours before the end, in the log, as a message and in the journal; not again with each copy, and not of the last one,
+    whose end says it.
+    """
+    copied = Finished(subject="so far", at=START)
+    clean = Observed(
+        now=START,
+        boot_id="b",
+        life="l",
+        live=Live(attempt_id="a", trainers=(1,), savers=()),
+        tasks={TaskKind.OUTPUTS: copied},
+    )
+    seen = replace(clean, outputs_stuck="/d: the link /w/x leads here; name it")
+    last = replace(seen, tasks={TaskKind.OUTPUTS: replace(copied, subject=ALL_OUTPUTS)})
+    journal = Journal(tmp_path / "journal.jsonl", Disk())
+
+    action = decide_and_tell(JOB, BEGUN, seen)
+    again = decide_and_tell(JOB, replace(BEGUN, notified={**BEGUN.notified, "outputs": START}), seen)
+    noted = _note_stuck("", tell_stuck_outputs(seen), seen, journal)
+    _note_stuck(noted, tell_stuck_outputs(seen), seen, journal)
+
+    assert ("alert", "outputs") == (action.event, action.key)
+    assert (
+        "/d: the link /w/x leads here; name it (mend it while it trains: else the run ends with exit 4" in action.text
+    )
+    assert not isinstance(again, Notify)
+    assert "" == tell_stuck_outputs(last)
+    assert [action.text] == [*changes(clean, seen)]
+    assert [] == [*changes(seen, seen)]
+    assert [("stuck", action.text)] == [(e["event"], e["what"]) for e in events.events(tmp_path / "journal.jsonl")]
 
 
 def test_the_limit_is_told_before_it_comes(tmp_path):

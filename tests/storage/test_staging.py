@@ -24,7 +24,7 @@ from runner.storage.offsite import OffsiteError, dump_place, open_store
 from runner.storage.offsite.contract import Entry
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.links import Places
-from runner.storage.offsite.outputs import INDEX, copy_outputs
+from runner.storage.offsite.outputs import INDEX, WRITTEN, copy_outputs
 from runner.storage.offsite.staging import Item, _expect_apart, _File, _Pieces, is_staged, stage
 from tests.faultproxy import FaultProxy
 from tests.storage.examples import ODD_NAMES, describe
@@ -677,7 +677,10 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(board, tmp_path):
     missed = find_unsaved(board, run_dir=tmp_path / "run", checkpoint_dir=tmp_path / "none", since=begun)
 
     assert (2, 2, 1) == (found.num_files, found.num_stored, len(found.left))
-    assert (True, "File name too long") == (found.left[0][0].startswith(deep), found.left[0][1])
+    assert (True, "it cannot be read: File name too long; mend that, or take it out of outputs") == (
+        found.left[0][0].startswith(deep),
+        found.left[0][1],
+    )
     assert [True] == [one.endswith("d (cannot be read)") for one in missed]
 
 
@@ -755,7 +758,7 @@ class Written(FileStore):
         super().put_file(key, path, shard, sent)
 
 
-@pytest.mark.parametrize(("times", "left"), [(1, ()), (9, ("it is being written",))], ids=["a last line", "no end"])
+@pytest.mark.parametrize(("times", "left"), [(1, ()), (9, (WRITTEN,))], ids=["a last line", "no end"])
 def test_the_last_copy_waits_a_moment_for_what_is_written(board, tmp_path, times, left):
     """
     Nobody should write any more; who does so for long is told of. While it trains, the next copy is soon.
@@ -768,7 +771,7 @@ def test_the_last_copy_waits_a_moment_for_what_is_written(board, tmp_path, times
     now = copy_outputs(store, "job", [board], places(tmp_path), ignore, believe=True)
 
     assert left == tuple(why for _, why in found.left)
-    assert ["it is being written"] == [why for _, why in now.left]
+    assert [WRITTEN] == [why for _, why in now.left]
 
 
 def test_what_a_link_in_outputs_stands_for_is_copied_once(store, board, tmp_path):
@@ -823,19 +826,20 @@ def test_what_the_task_leaves_is_what_the_end_goes_by(board, tmp_path):
         now=THEN, boot_id="b", life="l", tasks={TaskKind.OUTPUTS: Finished(subject=ALL_OUTPUTS, at=THEN, result=told)}
     )
 
-    missing = f"/etc: the link {board}/big leads there, out of {tmp_path}: name it in outputs"
+    missing = f"/etc: the link {board}/big leads here, out of {tmp_path}; name /etc in outputs, or move it there"
     assert missing == tell_missing_outputs(job, seen)
     assert (["/etc"], [f"{tmp_path}/real"]) == (told["only_here"], told["followed"])
     assert told["there"] == "2 of 2 files in the store"
+    assert told["stuck"].startswith(f"/etc: the link {board}/big leads here, out of {tmp_path}; name /etc in outputs")
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("{outside}", "/board/link leads there, out of {workspace}: name it in outputs"),
-        ("{workspace}", "which has the run folder in it"),
-        ("{workspace}/run", "which has the run folder in it"),
-        ("{workspace}/run/checkpoints/step-1", "checkpoints go to the store by themselves"),
+        ("{outside}", "/board/link leads here, out of {workspace}; name {outside} in outputs, or move it there"),
+        ("{workspace}", "which has the run folder in it; name a folder below, or lead the link there"),
+        ("{workspace}/run", "which has the run folder in it; name a folder below, or lead the link there"),
+        ("{workspace}/run/checkpoints/step-1", "checkpoints go to the store by themselves; take it out of outputs"),
     ],
 )
 @pytest.mark.parametrize("is_named", [False, True], ids=["inside", "named"])
@@ -864,6 +868,6 @@ def test_a_link_that_is_not_followed_is_told_and_missed(tmp_path, place, words, 
         assert {"board/file": b"x", "link/file": b"x"} == there(store), "whoever names a place means it"
         return
     assert [str(outside if place == "{outside}" else link)] == [path for path, _ in found.left]
-    assert found.left[0][1].endswith(words.format(workspace=workspace))
+    assert found.left[0][1].endswith(words.format(workspace=workspace, outside=outside))
     assert {"board/file": b"x"} == there(store)
     assert is_named or ["board/file", "board/link"] == sorted(missed)

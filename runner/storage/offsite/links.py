@@ -47,22 +47,29 @@ class Links:
         except FileNotFoundError:
             return "", ""
         except OSError as error:
-            return ("", "") if error.errno == errno.ELOOP else (path, error.strerror or "it cannot be read")
+            return (
+                ("", "")
+                if error.errno == errno.ELOOP
+                else (path, f"it leads to what cannot be read: {error.strerror}; mend or remove the link")
+            )
         if kind not in {stat.S_IFREG, stat.S_IFDIR} or not self._covered.isdisjoint(_ways(place)):
             return "", ""
         if ours := self._why_ours(place):
             return path, ours
         if not _is_in(place, self._workspace):
-            return place, f"the link {path} leads there, out of {self._workspace}: name it in outputs"
+            return (
+                place,
+                f"the link {path} leads here, out of {self._workspace}; name {place} in outputs, or move it there",
+            )
         self._covered.add(place)
         self.followed.append(place)
         return place, ""
 
     def _why_ours(self, place: str) -> str:
         if _is_in(self._run_dir, place):
-            return f"a link to {place}, which has the run folder in it"
+            return f"expected the script's own, got {place}, which has the run folder in it; name a folder below, or lead the link there"
         if _is_in(self._checkpoints, place) or _is_in(place, self._checkpoints):
-            return f"a link to {place}: checkpoints go to the store by themselves"
+            return f"expected the script's own, got {place}: checkpoints go to the store by themselves; take it out of outputs"
         return ""
 
 

@@ -30,6 +30,7 @@ INDEX: Final = ".outputs.json"  # in the run folder: what the store has confirme
 _NUM_THREADS: Final = 24  # of small files most of the time is the store's
 _MAX_FILES: Final = 200_000
 _NAMED: Final = 1000  # of what is left
+WRITTEN: Final = "somebody writes to it; the next copy has it when that is over"
 _LAST_TRIES: Final = 3  # of what is being written, though nobody should write any more
 _PAUSE_S: Final = 1.0
 _TICK_NS: Final = 50_000_000  # more than the step of any file system's clock that we know
@@ -82,7 +83,7 @@ def copy_outputs(  # noqa: PLR0913  # called once
         finally:
             copying.known.save()
     for file in copying.written:
-        copying.left.add(Path(file.path), "it is being written")
+        copying.left.add(Path(file.path), WRITTEN)
     num_files = walk.num_files - copying.num_gone
     return Copied(
         num_files=num_files,
@@ -188,7 +189,11 @@ def _lead(path: str, links: Links, leave: Leave) -> tuple[str, os.stat_result | 
 
 def _leave_unread(error: OSError, leave: Leave) -> None:
     if not isinstance(error, FileNotFoundError):  # what is gone is nobody's any more
-        leave(Path(error.filename), error.strerror or "cannot be read")
+        leave(Path(error.filename), _unreadable(error))
+
+
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read: {error.strerror or 'no reason is told'}; mend that, or take it out of outputs"
 
 
 class _Copying:
@@ -214,7 +219,7 @@ class _Copying:
         except FileNotFoundError:
             self._wait_for(file)
         except OSError as error:
-            self.left.add(path, error.strerror or "cannot be read")
+            self.left.add(path, _unreadable(error))
         except OffsiteError as error:
             if error.of_object:
                 self.left.add(path, f"the store refuses it: {error}")
