@@ -81,7 +81,7 @@ class SaverProcess:
         was_ours, self._has_killed = self._has_killed, False
         if code == 0 or was_ours or self._page[Word.ENDED] or (code > 0 and self._page.error().startswith(DIED)):
             return
-        oom = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
+        oom = " (out of memory? the kernel does that)" if code == -signal.SIGKILL else ""
         how = f"was killed by signal {-code}{oom}" if code < 0 else f"ended with exit code {code}{self._last_words()}"
         self._page.set_error(f"the saver {how}; it is started again")
         self._page[Word.NUM_FAILED] += 1

@@ -75,7 +75,7 @@ def _tell_save(found: Mapping[str, Any]) -> str:
 def _tell_crash(found: Mapping[str, Any]) -> str:
     steps = max(found["killed_at_step"] - found["resumed_step"], 0)
     at = f" at step {found['killed_at_step']}" if found["killed_at_step"] else ""  # a framework tells none
-    again = f" ({steps} steps made again)" if at else ""
+    again = f" ({steps} steps repeated)" if at else ""
     return (
         f"rank {found['rank']} killed{at}: trains again {seconds(found['seconds'])} later, "
         f"from step {found['resumed_step']}{again}; first error named: {found['first_error'] or 'none'}"

@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named_though_only_others_talk(torchrun):
     folder, ended = torchrun(code)
 
     assert first_error(folder, ended).summary.startswith(
-        "rank 1 was killed by SIGKILL (out of memory? the kernel kills so); see "
+        "rank 1 was killed by SIGKILL (out of memory? the kernel does that); see "
     )
 
 

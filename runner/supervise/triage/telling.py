@@ -87,7 +87,7 @@ def _silent(line: LogLine, code: int, chosen: Chosen) -> str:
     who = f"rank {line.rank}" if chosen.rank is None else f"rank {chosen.rank}"
     if code >= 0:
         return f"{who} exited with code {code} and no error message"
-    why = " (out of memory? the kernel kills so)" if code == -signal.SIGKILL else ""
+    why = " (out of memory? the kernel does that)" if code == -signal.SIGKILL else ""
     return f"{who} was killed by {signal_name(-code)}{why}"
 
 
