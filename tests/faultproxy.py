@@ -61,7 +61,9 @@ class FaultProxy:
         self.hosts: set[str] = set()  # what they were addressed to; `http_proxy` brings any name here
         self.without_headers: tuple[str, ...] = ()  # what the answers are robbed of: x-amz-checksum-…
         self.refused_headers: tuple[str, ...] = ()  # requests with one are answered 501 NotImplemented
-        self.answers: dict[str, tuple[int, str]] = {}  # the same by header, with a status and a code
+        self.answers: dict[
+            tuple[str, ...], tuple[int, str]
+        ] = {}  # to requests with all of these: `name` or `name: value`
         self.ignored_headers: tuple[str, ...] = ()  # puts with one succeed, whatever the header asked for
         self.wants_digests = False  # as a bucket with a default retention does
         self.repeats_checksums = False  # it compares none, and says of an object what it was told
@@ -173,9 +175,9 @@ class FaultProxy:
         raise _CutError
 
     def _refusal(self, head: _Head) -> Fault | None:
-        answers = {**dict.fromkeys(self.refused_headers, (501, "NotImplemented")), **self.answers}
-        for name, answer in answers.items():
-            if name.encode() in head.fields:
+        answers = {(name,): (501, "NotImplemented") for name in self.refused_headers} | self.answers
+        for headers, answer in answers.items():
+            if all(head.has(header) for header in headers):
                 return Fault(answer=answer)
         if self.wants_digests and head.operation in {"PutObject", "UploadPart"} and not _DIGESTS & head.fields.keys():
             return Fault(answer=(400, "InvalidRequest"))
@@ -285,6 +287,10 @@ class _Head:
     @property
     def operation(self) -> str:
         return _operation(self.method, self.raw[0].split(b" ")[1].decode(), self.fields)
+
+    def has(self, header: str) -> bool:
+        name, _, value = header.encode().partition(b": ")
+        return name in self.fields and value in {b"", self.fields[name]}
 
     def without(self, *names: bytes) -> bytes:
         kept = [line for line in self.raw[1:] if line.partition(b":")[0].strip().lower() not in names]

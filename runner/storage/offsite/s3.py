@@ -218,15 +218,24 @@ class S3Store:
         if "\\" in key:  # some servers take it for "/", and so for another object
             raise OffsiteError(f"{self.address}/{key}: expected a name without a backslash", final=True, of_object=True)
         kind = self._kind(shard)
-        parts = _plan_parts(shard, kind.crc, self._part_chunks)
         with self._plain_words(key):
-            if len(parts) == 1:
-                self._put_whole(key, path, shard, parts[0], kind)
-                sent(shard.size_bytes)
-                return
-            begun = self._find_upload(key, kind)
-            if begun is None or not self._goes_on(begun, path, shard, parts, sent):
-                self._put_parts(self._begin_upload(key, kind), path, shard, parts, sent)
+            try:
+                self._send(key, path, shard, kind, sent)
+            except ClientError as error:
+                if kind.crc is not CRC64NVME or code_of(error) != "BadDigest":
+                    raise
+                # refused each time, though the CRC32 was right as it left: the other list is not of these bytes, and would never be
+                self._send(key, path, shard, _Kind(CRC32, self.probe().checksums), sent)
+
+    def _send(self, key: str, path: Path, shard: Shard, kind: _Kind, sent: Sent) -> None:
+        parts = _plan_parts(shard, kind.crc, self._part_chunks)
+        if len(parts) == 1:
+            self._put_whole(key, path, shard, parts[0], kind)
+            sent(shard.size_bytes)
+            return
+        begun = self._find_upload(key, kind)
+        if begun is None or not self._goes_on(begun, path, shard, parts, sent):
+            self._put_parts(self._begin_upload(key, kind), path, shard, parts, sent)
 
     def _kind(self, shard: Shard) -> _Kind:
         abilities = self.probe()
