@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -166,6 +167,31 @@ def test_a_checkpoint_is_confirmed_by_what_its_manifest_and_its_objects_have(pro
     assert {"crc32"} == kept(store, before.ref, "own")
     assert {"crc64nvme"} == kept(store, ours.ref, "own") == kept(store, ours.ref, "small")
     assert 3 == proxy.operations[begun:].count("GetObject")  # the manifests
+
+
+def test_an_upload_that_can_be_neither_gone_on_with_nor_given_up_is_in_nobodys_way(
+    proxy, s3_offload, s3server, directory
+):
+    """
+    By another checksum, as an older runner began it, and with a key that may not abort: a new one is begun, and gone on with.
+    """
+    store = S3Store(s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env, part_chunks=1)
+    ref, client = commit(directory, shards={"large": LARGE}).ref, s3server.client()
+    client.create_multipart_upload(
+        Bucket=BUCKET, Key=f"{store._prefix}job/checkpoints/{ref.name}/large", ChecksumAlgorithm="CRC32"
+    )
+    store.probe()
+    time.sleep(1.1)  # which of two uploads is the newer is told in seconds
+    proxy.add(operation="AbortMultipartUpload", answer=(403, "AccessDenied"))
+    proxy.add(operation="CompleteMultipartUpload", answer=(403, "AccessDenied"), times=1)
+    with pytest.raises(OffsiteError, match="AccessDenied"):
+        uploading.upload(store, "job", directory, ref, ignore)
+    before = proxy.num_bytes_up
+    uploading.upload(store, "job", directory, ref, ignore)
+    comparing.verify(store, "job", ref)
+
+    assert {"crc64nvme"} == kept(store, ref, "large")
+    assert proxy.num_bytes_up - before < CHUNK_BYTES
 
 
 def test_large_copies_inside_the_store_are_confirmed_too(s3_offload, s3server, directory):

@@ -260,7 +260,8 @@ class S3Store:
         except ClientError as error:
             if code_of(error) not in _UNABLE:
                 raise
-            self._client.abort_multipart_upload(**self._named(begun.key), UploadId=begun.id)
+            abort = partial(self._client.abort_multipart_upload, **self._named(begun.key), UploadId=begun.id)
+            _is_forbidden(abort)  # if so it stays, and the one that is begun now is the newest
             return False
         return True
 
