@@ -29,17 +29,19 @@ from torch import nn
 
 from vramfarm import alike, apart, copies, data, memory, resuming, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
-from vramfarm.data import Feed, Position, Saved, StatefulFeed, StreamFeed
+from vramfarm.data import Feed, Position, Saved
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
 from vramfarm.orders import Complaint
+from vramfarm.outset import Outset
 from vramfarm.places import Place, Places
 from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
 from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
 from vramfarm.state import Snapshot
+from vramfarm.stepping import Stepping
 from vramfarm.still import Still
 from vramfarm.tending import SaverProcess, log_path
 from vramfarm.typed import StateError
@@ -121,17 +123,17 @@ class Checkpointer:
         self._alike: alike.Watch | None = None
         # Half: left in the middle of a step, so that memory has the state of none. Cut: left before an optimizer made it, which drops its gradients.
         self._driving = self._is_half = self._is_cut = False
-        self._stepped_in = -1  # how many steps were finished when an optimizer stepped last
         self._taking, self._finished = 0, False  # taking: samples of the batch that the loop's body has
         self._is_settling = True  # there is something to look at after each step
         self._told, self._complaint = (0, 0), Complaint()
         self._frozen_told = False
         self.last_micro_batch = True
         self._known: Still | None = None
+        self._outset = Outset(self._models(), self._optimizers, self._training_objects())
         self._layout: Layout | None = None
         self._warm_up: WarmUp | None = None
-        self._is_warm = True
-        self._has_trained = False
+        self._is_warm, self._has_trained = True, False
+        self._stepping = Stepping(self._optimizers, self._objects, self._seat.num_finished)
         self._copier = Copier([one for _, one in self._optimizers], hide=hide_copies)
         try:
             self.restored = self._resume(env, wanted.resume)
@@ -268,6 +270,7 @@ class Checkpointer:
         """Nothing is staged any more: an optimizer that lives on keeps no memory of ours."""
         self._is_warm = True
         self._copier.close()
+        self._stepping.close()
         if self._warm_up is not None:
             self._warm_up.close()
             self._warm_up = None
@@ -292,7 +295,7 @@ class Checkpointer:
         self, feed: Feed, max_steps: int | None, epochs: int | None, accumulate: int
     ) -> Iterator[tuple[int, Any]]:
         position = self._position
-        is_watched = bool(self._unhooked) or isinstance(feed, StatefulFeed | StreamFeed)
+        is_watched = feed.is_kept or not self._stepping.tells_all
         try:
             while (epochs is None or position.epoch < epochs) and not self._has_reached(max_steps):
                 if self._rng is not None:  # whatever the script did since the constructor, and between epochs behind us
@@ -346,9 +349,8 @@ class Checkpointer:
         if not self._driving:
             return
         self._driving = False
-        self._look_at_unhooked()
-        made = any(last == self._step for last, _ in self._stepped.values())
-        if made and self._is_one_missing():
+        made = self._stepping.is_made()
+        if made and self._stepping.is_one_missing():
             self._is_half = True
             self._seat.skip(self._step + 1)
             self._say(
@@ -365,36 +367,10 @@ class Checkpointer:
         else:
             self._is_cut = True
 
-    def _is_one_missing(self) -> bool:
-        """Whether an optimizer has not stepped that was due by how often it did so before, and that no GradScaler has left out."""
-        due = [n for n, (last, gap) in self._stepped.items() if last < self._step and 0 < gap <= self._step - last]
-        return any(not self._is_left_out(self._optimizers[number][1]) for number in due)
-
-    def _is_left_out(self, optimizer: torch.optim.Optimizer) -> bool:
-        """A GradScaler that found an infinite gradient makes no step, and knows that until its update; then its count begins anew."""
-        for scaler in self._objects.values():
-            told = getattr(scaler, "_per_optimizer_states", None)
-            if told is None:
-                continue
-            if not told and scaler.state_dict().get("_growth_tracker") == 0:
-                return True
-            found = told[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in told else {}
-            if any(float(one) for one in found.values()):
-                return True
-        return False
-
     def _watch(self, feed: Feed) -> None:
         """After a step, where something has to be seen to in each."""
         feed.mark()
-        self._look_at_unhooked()
-
-    def _look_at_unhooked(self) -> None:
-        """Optimizers that tell nobody when they step have stepped if their weights have changed."""
-        for number, before in self._unhooked.items():
-            now = _versions(self._optimizers[number][1])
-            if now != before:
-                self._unhooked[number] = now
-                self._note(number)
+        self._stepping.look()
 
     def _has_reached(self, max_steps: int | None) -> bool:
         return max_steps is not None and self._step >= max_steps
@@ -407,6 +383,9 @@ class Checkpointer:
 
     def _attend(self) -> None:
         """What steps have to see to now and then."""
+        if self._is_warm and self._stepping.is_listening:
+            for stranger in self._stepping.hear(self._models()):
+                self._say(stranger)
         reason = self._seat.answer(self._step)
         if reason is not None:
             self._save(reason)
@@ -417,12 +396,8 @@ class Checkpointer:
             self._alike = None
             if same:
                 self._say(alike.SAME)
-        self._is_settling = not self._is_warm
+        self._is_settling = not self._is_warm or self._stepping.is_listening
         self._tell()
-
-    def _has_stepped(self) -> bool:
-        """Whether an optimizer called us in the step that was finished last."""
-        return self._stepped_in == self._step - 1
 
     def _prepare(self, place: str) -> None:
         """
@@ -430,7 +405,11 @@ class Checkpointer:
 
         Called after a step and when an optimizer begins one; whatever takes long is done there, behind the backward pass.
         """
-        if self._is_warm or not self._has_trained or (place == "after" and self._has_stepped() and not self._warm_up):
+        if (
+            self._is_warm
+            or not self._has_trained
+            or (place == "after" and self._stepping.has_stepped_before() and not self._warm_up)
+        ):
             return
         if self._warm_up is None:
             self._refuse_pickles()
@@ -472,6 +451,7 @@ class Checkpointer:
                 self._step, f"its state could not be taken: {error!r}"
             )  # training goes on, the next save tries again
             return
+        self._stepping.listen()
         if is_staged and reason is Reason.LEAVE and self._seat.leave(self._step):
             self._finished = True
             self._say(f"left at step {self._step}, saved")
@@ -494,7 +474,7 @@ class Checkpointer:
             self._say(f"staging: chunked from now on: {self._seat.page.error()}")
         if self._is_bounded:
             return self._stage_by_window(step, taken)
-        fill = partial(self._copier.fill, taken=taken, may_hide=self._has_stepped())
+        fill = partial(self._copier.fill, taken=taken, may_hide=self._stepping.has_stepped_before())
         return self._seat.stage(step, layout.size_bytes, taken.state, fill, layout.apart)
 
     def _stage_by_window(self, step: int, taken: Taken) -> bool:
@@ -653,7 +633,7 @@ class Checkpointer:
             return known
         if known is not None:
             restless = self._copier.restless = restless | known.thawed()
-        return Still(
+        found = Still(
             self._models(),
             self._optimizers,
             rank=self._world.rank,
@@ -661,6 +641,9 @@ class Checkpointer:
             meshes=self._meshes,
             restless=restless,
         )
+        for line in self._outset.changes():
+            self._say(line)
+        return found
 
     def _describe(self, snapshot: Snapshot) -> dict[str, Any]:
         """Return this rank's part of the manifest's state; what all share comes from rank 0."""
@@ -721,8 +704,7 @@ class Checkpointer:
         place = self._places.of(loader)
         is_other = place is not self._place
         if self._is_cut or (is_other and self._open):
-            for _, optimizer in self._optimizers:
-                _drop_gradients(optimizer)
+            self._stepping.drop_gradients()
             self._position, self._open, self._is_cut = replace(self._done), 0, False
         if is_other:
             self._place.position = replace(self._done)
@@ -744,9 +726,11 @@ class Checkpointer:
         saved = self._saved_of(place)
         with contextlib.nullcontext() if self._allow_pickle else unpickling.forbidden("loader"):
             feed = data.feed(loader, self._data_world, self._seed, saved)
+        if saved is not None and (changed := feed.order.changed(saved.order, saved.position)):
+            self._say(changed)
         self._feed = (loader, feed)
-        place.order = feed.order if isinstance(feed, data.GlobalFeed) else data.UNKNOWN
-        place.loader, place.feed = (loader, feed) if isinstance(feed, StatefulFeed | StreamFeed) else (None, None)
+        place.order = feed.order
+        place.loader, place.feed = (loader, feed) if feed.is_kept else (None, None)
         if self._data_world.size > 1 and not isinstance(feed, data.GlobalFeed):
             self._alike = alike.Watch(self._seat)
             if data.is_unshared(loader, self._data_world):
@@ -768,14 +752,7 @@ class Checkpointer:
             self._seat.tend()
 
     def _begin(self) -> None:
-        # Of each, how many steps were finished when it stepped last, and how many since the time before.
-        self._stepped = dict.fromkeys(range(len(self._optimizers)), (-1, 0))
-        self._unhooked: dict[int, list[int]] = {}
-        for number, (_, optimizer) in enumerate(self._optimizers):
-            if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(partial(self._note_step, number))
-            else:
-                self._unhooked[number] = _versions(optimizer)
+        self._stepping.begin()
         if self._loader is not None:
             self._places.of(self._loader)  # the first, as at a resume
         self._tell_of_no_optimizer()
@@ -791,15 +768,6 @@ class Checkpointer:
         is_there = self._optimizers or any(hasattr(thing, "param_groups") for thing in self._objects.values())
         if not is_there and any(one.requires_grad for one in self._model.parameters()):
             self._say(NO_OPTIMIZER)
-
-    def _note_step(self, number: int, *_: object) -> None:
-        self._stepped_in = self._step
-        self._note(number)
-
-    def _note(self, number: int) -> None:
-        last = self._stepped[number][0]
-        if last != self._step:
-            self._stepped[number] = (self._step, self._step - last if last >= 0 else 0)
 
     def _say(self, text: str) -> None:
         if self._world.rank == 0:
@@ -829,17 +797,6 @@ def _expect_batches(loader: object, where: str) -> None:
         raise TypeError(
             f"{where}: expected a loader, or something else that gives batches, got {type(loader).__qualname__}"
         )
-
-
-def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Every change of a weight in place counts one of these up, but for those through `.data`."""
-    return [one._version for group in optimizer.param_groups for one in group["params"]]  # noqa: SLF001
-
-
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _scalar(value: float | torch.Tensor | None) -> float | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -29,6 +30,8 @@ from torch.utils.data import (
 from vramfarm import state
 from vramfarm.state import mix
 from vramfarm.typed import StateError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,8 @@ class Feed(Protocol):
     """A loader, as the Checkpointer drives it."""
 
     note: str  # for the resume report
+    order: Order
+    is_kept: bool  # it cannot be made anew where a loop was left, and is told when a step is finished
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         """Yield this rank's batches from `position` to the end of its epoch."""
@@ -231,51 +236,64 @@ class Feed(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """What an epoch's order is made from, besides the epoch; None where that is not known."""
+    """
+    What an epoch's order is made from, besides the epoch; None where that is not known.
+
+    `samples` are those of an epoch. Where the order is not ours only the `size` of the data is known, and of what batches consist.
+    """
 
     seed: int | None = None
     samples: int | None = None
     shuffled: bool | None = None
+    sampler_seed: int | None = None
+    size: int | None = None
+    batch_size: int | None = None
 
     @classmethod
     def parse(cls, saved: object) -> Order:
-        """Return what `dump` gave."""
-        match saved:
-            case {"seed": int(seed), "samples": int(samples), "shuffled": bool(shuffled)}:
-                return cls(seed, samples, shuffled)
-        raise StateError(f"the checkpoint's order of the data makes no sense: {str(saved)[:80]}")
+        """Return what `dump` gave. Earlier versions knew less."""
+        known: dict[str, Any] = saved if isinstance(saved, dict) else {"": ""}
+        if not all(type(value) in {bool if name == "shuffled" else int, type(None)} for name, value in known.items()):
+            raise StateError(f"the checkpoint's order of the data makes no sense: {str(saved)[:80]}")
+        return cls(**{name: value for name, value in known.items() if name in cls.__dataclass_fields__})
 
     def dump(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def is_over(self, position: Position) -> bool:
         """Whether nothing is left of the epoch."""
         return self.samples is not None and position.cursor >= self.samples
 
-    def expect(self, before: Order, position: Position) -> None:
-        """Refuse another order in the middle of an epoch: samples would be repeated and left out, and nobody would see it."""
-        if position.cursor == 0 or before.is_over(position):
-            return
-        for was, now, advice in self._differences(before):
-            raise StateError(
-                f"the loader: {was} when the checkpoint was saved, {position.cursor} samples into epoch {position.epoch}, and {now} now: "
-                f"the rest of that epoch would repeat samples and leave others out; {advice}, or begin anew with resume='never'"
-            )
+    def changed(self, before: Order, position: Position) -> str:
+        """Say that the order is another one in the middle of an epoch: samples are repeated and left out, and nobody would see it."""
+        found = next(self._differences(before), None)
+        if found is None or not 0 < position.cursor < (before.samples or before.size or math.inf):
+            return ""
+        was, now, advice = found
+        return (
+            f"the loader: {was} when the checkpoint was saved, {position.cursor} samples into epoch {position.epoch}, and {now} now: "
+            f"the rest of that epoch would repeat samples and leave others out; {advice}"
+        )
 
     def _differences(self, before: Order) -> Iterator[tuple[str, str, str]]:
-        if before.samples not in {None, self.samples}:
-            more = (
-                "their first samples (torch.utils.data.Subset)"
-                if (self.samples or 0) > (before.samples or 0)
-                else "them all"
-            )
-            yield f"{before.samples} samples", str(self.samples), f"give it {more} until the epoch's end"
+        size, now = before.samples or before.size, self.samples or self.size
+        if size is not None and now is not None and size != now:
+            more = "their first samples (torch.utils.data.Subset)" if now > size else "them all"
+            yield f"{size} samples", str(now), f"give it {more} until the epoch's end"
         words = {True: "shuffled", False: "in order"}
         if before.shuffled not in {None, self.shuffled}:
             was = words[bool(before.shuffled)]
             yield was, words[bool(self.shuffled)], f"give it {was} until the epoch's end"
-        if self.shuffled and before.seed not in {None, self.seed}:
-            yield f"seed={before.seed}", f"seed={self.seed}", f"give seed={before.seed} until the epoch's end"
+        if self.shuffled is not False:
+            if before.seed not in {None, self.seed}:
+                yield f"seed={before.seed}", f"seed={self.seed}", f"give seed={before.seed} until the epoch's end"
+            if before.sampler_seed not in {None, self.sampler_seed}:
+                was = f"seed={before.sampler_seed}"
+                yield (
+                    f"a sampler with {was}",
+                    f"seed={self.sampler_seed}",
+                    f"give the sampler {was} until the epoch's end",
+                )
 
 
 UNKNOWN: Final = Order()
@@ -297,8 +315,8 @@ def feed(loader: Iterable[Any], world: World, seed: int, saved: Saved | None) ->
         return StatefulFeed(loader, world, seed, saved)
     if isinstance(loader, DataLoader) and _is_plain(loader):
         found = GlobalFeed(loader, world, seed)
-        if saved is not None:
-            found.order.expect(saved.order, saved.position)
+        if saved is not None and (changed := found.order.changed(saved.order, saved.position)):
+            raise StateError(f"{changed}, or begin anew with resume='never'")
         return found
     if isinstance(loader, Iterator):
         return StreamFeed(loader, world, seed, saved)
@@ -341,15 +359,16 @@ class GlobalFeed:
     """A map-style DataLoader around our own order: exact for any number of ranks and workers."""
 
     note: str = "exact"
+    is_kept: bool = False
 
     def __init__(self, loader: DataLoader[Any], world: World, seed: int) -> None:
         sampler = loader.sampler
-        given = seed
+        given, sampler_seed = seed, getattr(sampler, "seed", 0)
         # Without a seed of its own it changes nothing: scripts have one on several ranks, and on a single one they shuffle.
-        if getattr(sampler, "seed", 0):
-            seed = mix(seed, sampler.seed)
+        if sampler_seed:
+            seed = mix(seed, sampler_seed)
         shuffle = isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
-        self.order = Order(given, len(loader.dataset), shuffle)
+        self.order = Order(given, len(loader.dataset), shuffle, sampler_seed)
         assert loader.batch_size is not None
         self._batches = GlobalBatches(
             len(loader.dataset),
@@ -416,7 +435,10 @@ def _rebuild(
 class SkippingFeed:
     """Anything else that can be iterated: gone through from the epoch's beginning, batch by batch."""
 
+    is_kept: bool = False
+
     def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
+        self.order = _order_of(_inner(loader), seed)
         self.note = "by skipping batches: the loader must give the same ones again" + _drawn_anew(loader, again=True)
         self._loader = loader
         self._batched = _fetched_by_workers(loader)
@@ -462,8 +484,15 @@ class SkippingFeed:
         """
         saved, self._saved = self._saved, None
         if saved is not None:
-            position.batches = position.batches * saved.world_size // self._world.size
+            position.batches = self._batches_behind(position, saved)
         return position.batches, max(position.batches, 1)
+
+    def _batches_behind(self, position: Position, saved: Saved) -> int:
+        """Where batches have another size now they are as many as the samples need."""
+        before, now = saved.order.batch_size or 1, self.order.batch_size or 1
+        is_counted = position.cursor == position.batches * before * saved.world_size  # else a batch has other parts
+        sizes = (before, now) if is_counted else (1, 1)
+        return position.batches * saved.world_size * sizes[0] // (self._world.size * sizes[1])
 
     def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the batch knows
         return batch_length(batch) * self._world.size
@@ -489,6 +518,8 @@ class StreamFeed(SkippingFeed):
     Its iteration is kept where a loop is left, and so are the batches given out since the last `mark`, with their
     epochs: they come again before others do.
     """
+
+    is_kept = True
 
     def __init__(self, loader: Iterable[Any], world: World, seed: int, saved: Saved | None) -> None:
         super().__init__(loader, world, seed, saved)
@@ -538,6 +569,7 @@ class StatefulFeed(StreamFeed):
         if saved is not None and self._restored is None:
             self.note = "by skipping batches: the checkpoint has no state of the loader's own, or one of another number of ranks"
         elif self._restored is not None:
+            self.order = replace(self.order, seed=None)  # it is in the state
             inner, again, self._ended = _unwrapped(self._restored)
             self._again = [(epoch, batch) for epoch, batch in again]
             loader.load_state_dict(inner)
@@ -565,6 +597,28 @@ def _unwrapped(saved: Any) -> tuple[Any, list[Any], int]:  # noqa: ANN401  # the
 def without_again(saved: Any) -> Any:  # noqa: ANN401  # the loader's
     """Return a loader's own state alone, where the batches cannot be saved."""
     return _unwrapped(saved)[0]
+
+
+def _order_of(loader: Any, seed: int) -> Order:  # noqa: ANN401  # duck-typed
+    """Return what can be seen of an order that others make: samplers call their parts as torch's do."""
+    dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
+    is_stream = isinstance(dataset, IterableDataset)
+    of = (sampler, getattr(loader, "batch_sampler", None), *([dataset] if is_stream else []))
+    shuffled = _first(bool, of, "shuffle")
+    if shuffled is None and type(sampler) in {RandomSampler, SequentialSampler}:
+        shuffled = type(sampler) is RandomSampler
+    return Order(
+        seed=seed if _draws_alone(loader) and getattr(sampler, "generator", None) is None else None,
+        shuffled=shuffled,
+        sampler_seed=_first(int, of, "seed", "initial_seed"),
+        size=None if is_stream or not isinstance(dataset, Sized) else len(dataset),
+        batch_size=_first(int, (loader, *of), "batch_size"),
+    )
+
+
+def _first(kind: type[_T], things: Iterable[object], *names: str) -> _T | None:
+    found = (getattr(thing, name, None) for thing in things for name in names)
+    return next((one for one in found if type(one) is kind), None)
 
 
 def _inner(loader: Any) -> Any:  # noqa: ANN401  # duck-typed

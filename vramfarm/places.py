@@ -96,7 +96,7 @@ class Places:
     def orders(self) -> dict[str, Any]:
         """Return what orders are made from, by the loaders' numbers, where that is known."""
         orders = {**self._orders, **{place.number: place.order for place in self._found}}
-        return {str(number): order.dump() for number, order in orders.items() if order.samples is not None}
+        return {str(number): order.dump() for number, order in orders.items() if order != UNKNOWN}
 
     def dump(self, now: Place, position: Position) -> dict[str, Any]:
         """Return what a checkpoint keeps, nothing where one loader is all: its position is there anyway. The place `now` is at `position`."""

@@ -150,6 +150,10 @@ class Seat:
         self._heard = sum(found)
         return found
 
+    def num_finished(self) -> int:
+        """Return how many steps are finished."""
+        return int(self._words[self._step_at])
+
     def skip(self, step: int) -> None:
         """This rank takes no part in a save at `step`; so there is none."""
         self._put(Slot.VOID_STEP, step)

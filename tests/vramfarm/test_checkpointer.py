@@ -1255,7 +1255,7 @@ def test_a_loader_of_the_scripts_own_kind_stays_as_it_is(tmp_path):
         _, _, ckpt = small(tmp_path, loader=Doubled(numbers, batch_size=1))
         for step, batch in ckpt.steps():
             seen.append(batch.item())
-            ckpt._note_step(0)
+            ckpt._stepping.note(0)
             if step + 1 == stop:
                 break
         ckpt.finish()
@@ -1324,7 +1324,7 @@ def test_accelerates_loader_is_gone_through(tmp_path):
         _, _, ckpt = small(tmp_path, loader=accelerate.Accelerator(cpu=True).prepare(numbers))
         for step, (batch,) in ckpt.steps():
             seen += batch.flatten().tolist()
-            ckpt._note_step(0)
+            ckpt._stepping.note(0)
             if step + 1 == stop:
                 break
         ckpt.finish()
@@ -1496,7 +1496,7 @@ def test_a_validation_that_draws_random_numbers_does_not_change_a_resume(tmp_pat
             for epoch in range(3):
                 for step, _ in ckpt.steps(epochs=epoch + 1, finish=False):
                     drawn.append(torch.rand(()).item())
-                    ckpt._note_step(0)
+                    ckpt._stepping.note(0)
                     if step + 1 == stop:
                         break
                 if ckpt.start_step == stop:

@@ -1,9 +1,12 @@
 """Loops that are left and taken up again, and several loaders in one run: no sample is lost, and none is learnt twice."""
 
+import random
+import re
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset, WeightedRandomSampler
 
 from vramfarm import Checkpointer, folder
 from vramfarm.typed import StateError
@@ -334,9 +337,14 @@ def test_an_optimizer_that_tells_nobody_has_stepped_if_its_weights_changed(tmp_p
     assert (5, -5.0) == (folder.committed(tmp_path)[0].manifest.step, model.weight.item())
 
 
-def shuffled(length=100, batch_size=4, *, shuffle=True, **more):
+def shuffled(length=100, batch_size=4, *, shuffle=True, sampler=None, **more):
     data = TensorDataset(torch.arange(float(length))[:, None])
-    return DataLoader(data, batch_size=batch_size, shuffle=shuffle, collate_fn=lambda rows: rows[0][0], **more)
+    order = {"sampler": sampler(data)} if sampler else {"shuffle": shuffle}
+    return DataLoader(data, batch_size=batch_size, **order, collate_fn=lambda rows: rows[0][0], **more)
+
+
+def distributed(seed):
+    return shuffled(sampler=lambda data: DistributedSampler(data, num_replicas=1, rank=0, seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -346,8 +354,9 @@ def shuffled(length=100, batch_size=4, *, shuffle=True, **more):
         (shuffled(90), 1, "100 samples when .* and 90 now: .* give it them all"),
         (shuffled(shuffle=False), 1, "shuffled when .* and in order now: .* give it shuffled"),
         (shuffled(), 2, "seed=1 when .* and seed=2 now: .* give seed=1"),
+        (distributed(5), 1, "a sampler with seed=0 when .* and seed=5 now: .* give the sampler seed=0"),
     ],
-    ids=["longer", "shorter", "in order", "seed"],
+    ids=["longer", "shorter", "in order", "seed", "its sampler's seed"],
 )
 def test_another_order_in_the_middle_of_an_epoch_is_refused(tmp_path, loader, seed, said):
     """
@@ -374,3 +383,67 @@ def test_another_order_is_welcome_from_the_next_epoch_on(tmp_path):
     Run(tmp_path, batches(range(40)), seed=3)
 
     assert (25, 10, 10) == (len(run.used), len(more.used), len(rest.used))
+
+
+class Turned(Sampler):
+    """An order of a script's own."""
+
+    def __init__(self, data, seed=0, *, shuffle=True):
+        self.data, self.seed, self.shuffle = data, seed, shuffle
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        yield from random.Random(self.seed).sample(range(len(self)), len(self)) if self.shuffle else range(len(self))
+
+
+def turned(length=100, **more):
+    return shuffled(length, sampler=lambda data: Turned(data, **more))
+
+
+def weighted(_=None):
+    return shuffled(sampler=lambda data: WeightedRandomSampler([1.0] * len(data), 100))
+
+
+@pytest.mark.parametrize(
+    ("make", "seed", "other", "said"),
+    [
+        (turned, 1, turned(), ""),
+        (turned, 2, turned(), ""),
+        (turned, 1, turned(seed=7), "a sampler with seed=0 when .* and seed=7 now"),
+        (turned, 1, turned(shuffle=False), "shuffled when .* and in order now"),
+        (turned, 1, turned(120), "100 samples when .* and 120 now"),
+        (weighted, 1, weighted(), ""),
+        (weighted, 2, weighted(), "seed=1 when .* and seed=2 now"),
+    ],
+    ids=["the same", "of no use to it", "seed", "in order", "longer", "drawn", "drawn otherwise"],
+)
+def test_another_order_of_a_scripts_own_is_told(tmp_path, capsys, *, make, seed, other, said):
+    """
+    In the middle of an epoch: what it is made from is not ours to judge, so the run goes on.
+    """
+    Run(tmp_path, make(), seed=1).go(max_steps=12).result()
+    capsys.readouterr()
+
+    Run(tmp_path, other, seed=seed)
+    told = [line for line in capsys.readouterr().err.splitlines() if "the loader:" in line]
+
+    assert bool(said) == len(told)
+    assert all(re.search(said, line) for line in told)
+
+
+def test_batches_of_another_size_are_skipped_by_samples(tmp_path):
+    """
+    Also where the order is the script's own.
+    """
+    data = TensorDataset(torch.arange(48.0)[:, None])
+    whole = [int(x) for _, batch in Run(tmp_path / "whole").ckpt.steps(own(data, 8), epochs=1) for x in batch[0]]
+    for path, size, steps in ((tmp_path, 8, 2), (tmp_path, 4, 10)):
+        seen = [int(x) for _, batch in Run(path).ckpt.steps(own(data, size), max_steps=steps) for x in batch[0]]
+
+    assert whole[16:] == seen
+
+
+def own(data, batch_size):
+    return DataLoader(data, batch_size=batch_size, sampler=Turned(data))
