@@ -31,7 +31,7 @@ from runner.storage.offsite.comparing import RUN_CHUNKS
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.disks import expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
-from vramfarm.checksum import Crc, crc32, find_crc64nvme
+from vramfarm.checksum import Summing, crc32, find_crc64nvme
 from vramfarm.protocol import CHUNK_BYTES
 
 _NOTES: Final = ".staging"  # folder in the run folder
@@ -360,7 +360,7 @@ def _compare(file: _File, head: Head | None, checksums: list[int]) -> bool | Non
     return True if known and is_sum_of_parts(*known, checksums, file.size_bytes) else None
 
 
-def _sum(path: Path, crc: Crc) -> int:
+def _sum(path: Path, crc: Summing) -> int:
     whole = 0
     with path.open("rb") as content:
         while block := content.read(_HASH_BYTES):
