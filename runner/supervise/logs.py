@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from runner.supervise.merge import Merger
@@ -20,7 +21,7 @@ from runner.supervise.merge import Merger
 _MAX_LINE_BYTES: Final = 16_384
 _TAIL_BYTES: Final = 1 << 20
 _TORCHRUN: Final = "*/attempt_*/*/std*.log"  # <id>/attempt_0/<local rank>/stdout.log
-_DEEPSPEED: Final = re.compile(r".*_rank(\d+)\.log")
+_DEEPSPEED: Final = re.compile(r"[^/]*_rank(\d+)\.log")
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -45,6 +46,17 @@ class Line:
 def find_streams(folder: Path, *, rank: int | None = None) -> tuple[Stream, ...]:
     """Return the streams of an attempt, the launcher's first; with `rank`, those of one rank. No folder is one."""
     return tuple(sorted(s for s in _all_streams(folder) if (rank is None or s.rank == rank) and s.path.is_file()))
+
+
+def stream_of(path: str) -> tuple[int, str] | None:
+    """Rank and name of what is printed to a file, by its path below an attempt's folder; None: nothing is."""
+    if path == "launcher.log":
+        return -1, "output"
+    if match := _DEEPSPEED.fullmatch(path):
+        return int(match[1]), "output"
+    rank = PurePosixPath(path).parent.name
+    is_rank = fnmatchcase(path, _TORCHRUN) and path.count("/") == _TORCHRUN.count("/") and rank.isdecimal()
+    return (int(rank), PurePosixPath(path).stem) if is_rank else None
 
 
 def tail(folder: Path, num_lines: int, *, rank: int | None = None) -> tuple[Line, ...]:
@@ -148,10 +160,6 @@ def _now() -> datetime:
 
 
 def _all_streams(folder: Path) -> Iterator[Stream]:
-    yield Stream(-1, "output", folder / "launcher.log")
-    for path in folder.glob(_TORCHRUN):
-        if path.parent.name.isdecimal():
-            yield Stream(int(path.parent.name), path.stem, path)
-    for path in folder.glob("*_rank*.log"):
-        if match := _DEEPSPEED.fullmatch(path.name):
-            yield Stream(int(match[1]), "output", path)
+    for path in (folder / "launcher.log", *folder.glob(_TORCHRUN), *folder.glob("*_rank*.log")):
+        if found := stream_of(path.relative_to(folder).as_posix()):
+            yield Stream(*found, path)

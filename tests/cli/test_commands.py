@@ -1094,6 +1094,27 @@ def test_a_store_is_the_folder_that_is_written(cli, tmp_path, name):
     assert [400] == [row["step"] for row in rows]
 
 
+def test_of_logs_in_a_store_so_many_are_fetched_and_the_rest_is_told(cli, stored):
+    """
+    Whoever may write to a bucket may fill it: what is no log is not fetched, and of a thousand and two logs the last two.
+    """
+    folder = Path(stored.removeprefix("file://")) / "logs" / "attempt-0001"
+    folder.mkdir(parents=True)
+    for number in range(1002):
+        (folder / f"x_rank{number}.log").write_text(f"line of {number}\n")
+    (folder / "junk").write_bytes(b"no log")
+
+    all_ = cli("logs", stored)
+    one = cli("logs", stored, "--rank", "1001")
+
+    assert (0, 1000) == (all_.returncode, len(all_.stdout.splitlines())), all_.stderr
+    assert (
+        "left out: 2 of 1002 logs (26 B), from llama/logs/attempt-0001/x_rank1000.log on (--rank names one)"
+        in all_.stderr
+    )
+    assert (0, "rank 1001: line of 1001\n", "") == (one.returncode, one.stdout, one.stderr)
+
+
 @pytest.mark.parametrize(("suffix", "step"), [("", 500), ("/checkpoints/step-00000400-0123abcd", 400)])
 def test_restore_brings_a_checkpoint_and_says_where_it_is(tmp_path, cli, stored, suffix, step):
     """

@@ -1,6 +1,6 @@
 import pytest
 
-from runner.supervise.logs import Follower, Line, clean, find_streams, read_tail, tail
+from runner.supervise.logs import Follower, Line, clean, find_streams, read_tail, stream_of, tail
 
 
 @pytest.fixture
@@ -179,3 +179,23 @@ def test_tail_takes_the_last_lines_of_one_rank(folder):
     append(folder, b"a\nb\n", rank=1)
 
     assert [["a", "b"], []] == [texts(tail(folder, number, rank=1)) for number in (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("launcher.log", (-1, "output")),
+        ("none_abc/attempt_0/3/stderr.log", (3, "stderr")),
+        ("host_rank12.log", (12, "output")),
+        ("none_abc/attempt_0/x/stderr.log", None),
+        ("a/none_abc/attempt_0/3/stderr.log", None),
+        ("a/host_rank12.log", None),
+        ("MANIFEST.json", None),
+        ("", None),
+    ],
+)
+def test_by_its_path_a_log_is_known_before_it_is_there(path, expected):
+    """
+    What is no log is not fetched from a bucket.
+    """
+    assert expected == stream_of(path)
