@@ -62,7 +62,7 @@ class Candidate:
 
 
 def find_place(which: str | None) -> Place:
-    """`JobError` says what is there instead."""
+    """`JobError`: there is no such place on this machine. `StoreError`: it is here, and has no checkpoint."""
     if which is None or Path(which).is_file():
         return _of_run(find_run(which, os.environ))
     path = Path(which).absolute()
@@ -81,10 +81,11 @@ def find_place(which: str | None) -> Place:
     if not path.is_dir() or is_run(workspace_of(os.environ) / which):
         return _of_run(find_run(which, os.environ))
     _refuse_pickles(path)
-    runs = ", ".join(run.name for run in runs_in(path)[:_A_FEW])
-    raise JobError(
-        f"{which}: expected a run folder, a folder of checkpoints, or of one; found {f'runs: {runs}' if runs else 'none'} in it",
-        hint="name one of them" if runs else f"a checkpoint's folder is called step-…, and has a {MANIFEST}",
+    expected = f"{which}: expected a run folder, a folder of checkpoints, or of one"
+    if runs := ", ".join(run.name for run in runs_in(path)[:_A_FEW]):
+        raise JobError(f"{expected}; found runs: {runs} in it", hint="name one of them")
+    raise StoreError(
+        f"{expected}; found none in it", hint=f"a checkpoint's folder is called step-…, and has a {MANIFEST}"
     )
 
 
@@ -210,7 +211,8 @@ def _of_run(run_dir: Path) -> Place:
 def _of_one(path: Path) -> Place:
     if not path.is_dir():
         there = [c.ref.name for c in CheckpointDir(path.parent, Disk()).committed()]
-        raise JobError(
+        kind = StoreError if path.parent.is_dir() else JobError
+        raise kind(
             f"{path}: expected the folder of a checkpoint, found none",
             hint=f"there are {', '.join(there[-_A_FEW:])}" if there else "vramfarm-runner checkpoints ls RUN",
         )

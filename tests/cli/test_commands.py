@@ -900,27 +900,31 @@ def test_a_refusal_of_the_store_is_not_told_as_damage():
 
 
 @pytest.mark.parametrize(
-    ("which", "expected"),
+    ("which", "code", "expected"),
     {
         "a name that is none": (
             "lama",
+            2,
             "error: lama: expected a run folder, a name in {}, or a job.yaml; runs there: llama",
         ),
         "one that is not there": (
             "llama/checkpoints/step-00000999-0123abcd",
+            4,
             "hint: there are step-00000400-0123abcd",
         ),
-        "a folder of something else": ("data", "found none in it"),
-        "the folder of all runs": (".", "found runs: llama in it"),
+        "a folder of something else": ("data", 4, "found none in it"),
+        "the folder of all runs": (".", 2, "found runs: llama in it"),
         "under another name": (
             "best",
+            2,
             "error: best: expected a checkpoint under its own name, found step-00000400-0123abcd",
         ),
     }.values(),
 )
-def test_a_wrong_place_of_checkpoints_is_said_with_what_is_there(tmp_path, cli, which, expected):
+def test_a_wrong_place_of_checkpoints_is_said_with_what_is_there(tmp_path, cli, which, code, expected):
     """
-    Exit code 2, two lines, and the next thing to type; for each command that looks for checkpoints here.
+    Two lines, and the next thing to type, for each command that looks for checkpoints here. Exit code 2 where there is no
+    such place, 4, as of a store, where it was looked into and has none.
     """
     folder = write_checkpoint(write_run(tmp_path / "llama", checkpoints=[]) / "checkpoints", 400, b"x")
     folder.rename(tmp_path / "best") if which == "best" else (tmp_path / "data").mkdir()
@@ -928,7 +932,7 @@ def test_a_wrong_place_of_checkpoints_is_said_with_what_is_there(tmp_path, cli, 
     for words in (["ls", which], ["verify", which], ["export", which, "--to", "out"]):
         done = cli("checkpoints", *words)
 
-        assert (2, "", 2) == (done.returncode, done.stdout, len(done.stderr.splitlines())), done.stderr
+        assert (code, "", 2) == (done.returncode, done.stdout, len(done.stderr.splitlines())), done.stderr
         assert expected.format(tmp_path) in done.stderr
 
 

@@ -417,7 +417,15 @@ def test_an_empty_key_in_the_environment_is_no_key(cli, s3_offload, s3server, di
     assert [ref.step] == [row["step"] for row in json.loads(listed.stdout or "[]")], listed.stderr
 
 
-_CLASH = {"launcher.log": b"hello\n", "launcher.log/x": b"", "x_rank0.log/a": b"", "0": b"", "0/x": b""}
+_CLASH = {
+    "launcher.log": b"hello\n",
+    "launcher.log/x": b"",
+    "launcher.log/attempt_0/0/stdout.log": b"lost\n",
+    "x_rank0.log/attempt_0/0/stderr.log": b"lost\n",
+    "x_rank0.log": b"",
+    "0": b"",
+    "0/x": b"",
+}
 
 
 def test_logs_whose_names_no_disk_can_have_are_passed_over(cli, s3_offload, s3server):
@@ -432,8 +440,9 @@ def test_logs_whose_names_no_disk_can_have_are_passed_over(cli, s3_offload, s3se
     done = cli("logs", f"{s3_offload.to}/job", AWS_ENDPOINT_URL=s3server.endpoint, **s3server.env)
 
     assert (0, "launcher: hello\n") == (done.returncode, done.stdout), done.stderr
-    assert "passed over: job/logs/attempt-0001/launcher.log/x: " in done.stderr
-    assert "passed over: job/logs/attempt-0001/0/x: " in done.stderr
+    assert "passed over: job/logs/attempt-0001/launcher.log/attempt_0/0/stdout.log: " in done.stderr
+    assert "passed over: job/logs/attempt-0001/x_rank0.log" in done.stderr
+    assert "/x: " not in done.stderr, "what is no log is not fetched"
 
 
 @pytest.fixture(scope="session")
@@ -470,6 +479,50 @@ def test_a_server_with_a_ca_of_its_own(s3_offload, s3server, certificate):
         assert (True, True) == (caught.value.final, "AWS_CA_BUNDLE" in caught.value.hint)
         assert "certificate verify failed: its certificate is not trusted" in str(caught.value)
         assert b"x" == store.get("job/x")
+
+
+class _OwnWords(BaseHTTPRequestHandler):
+    """A server that is none of S3, or of https and asked without: 400, in words of its own."""
+
+    def do_PUT(self):
+        text = b"Client sent an HTTP request to an HTTPS server."
+        self.close_connection = True
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("plain", ("expected https there, found http", "write http:// in offload.endpoint")),
+        ("tls", ("expected http there, found https", "write https:// in offload.endpoint")),
+        ("own words", ("the store answered 400", "is offload.endpoint one of S3, and is it https there?")),
+    ],
+)
+def test_https_where_it_is_http_and_the_reverse_end_a_run_at_its_start(s3_offload, s3server, certificate, kind, words):
+    """
+    No network is down: nobody waits for it, and the cure is said.
+    """
+    scheme = "https" if kind == "plain" else "http"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    own = ThreadingHTTPServer(("127.0.0.1", 0), _OwnWords)
+    threading.Thread(target=own.serve_forever, daemon=True).start()
+    with FaultProxy(s3server.endpoint, tls=context if kind == "tls" else None) as proxy, own:
+        address = proxy.endpoint.partition("://")[2] if kind == "tls" else f"127.0.0.1:{own.server_port}"
+        offload = s3_offload.model_copy(update={"endpoint": f"{scheme}://{address}"})
+        with pytest.raises(OffsiteError) as caught:
+            S3Store(offload, s3server.env).probe()
+        own.shutdown()
+
+    assert caught.value.final
+    assert words[0] in str(caught.value)
+    assert words[1] in caught.value.hint
 
 
 def test_a_ca_that_is_not_there_is_said(s3_offload, s3server):

@@ -5,9 +5,10 @@ somebody can mend it while a run goes on, is decided here.
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -59,6 +60,7 @@ _HINTS: Final[Mapping[str, str]] = {
     "XMinioStorageFull": _FULL,
     "XMinioAdminBucketQuotaExceeded": _FULL,
     "507": _FULL,
+    "400": "S3 says why, and this does not: is offload.endpoint one of S3, and is it https there?",
     "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
 }
 _CURABLE_STATUS: Final = frozenset({401, 403, 507})  # whoever says no may say yes tomorrow, or to a new key
@@ -66,6 +68,10 @@ _CURABLE: Final = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidIdentityToken"}
     | {"QuotaExceeded", "XMinioAdminBucketQuotaExceeded"}
 )
+_HTTP: Final = "write http:// in offload.endpoint (or AWS_ENDPOINT_URL), or have the server speak https"
+_HTTPS: Final = "write https:// in offload.endpoint (or AWS_ENDPOINT_URL)"
+_PLAIN: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"})
+_ASKS_S: Final = 3.0
 _UNREACHABLE: Final = "check offload.endpoint and the network"
 _FILES: Final = "the AWS configuration files (AWS_PROFILE, AWS_CONFIG_FILE, AWS_SHARED_CREDENTIALS_FILE)"
 _KEYS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the server a role"
@@ -191,13 +197,42 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:
-    what = f"{where}: no answer{_from(getattr(error, 'kwargs', {}))}: {_why(error)}"
+    told = getattr(error, "kwargs", {})
+    what = f"{where}: no answer{_from(told)}: {_why(error)}"
     if not isinstance(error, SSLError):
+        if isinstance(error, ConnectionClosedError) and _is_asked_plainly(str(told.get("endpoint_url", ""))):
+            return OffsiteError(f"{what}: expected http there, found https", hint=_HTTPS, final=True, curable=True)
         return OffsiteError(what, hint=_UNREACHABLE, final=False)
+    if _reason(error) in _PLAIN:
+        return OffsiteError(f"{what}: expected https there, found http", hint=_HTTP, final=True, curable=True)
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "a server with a CA of its own: put the CA's certificate into a file, name it in AWS_CA_BUNDLE; is the clock right?"
         return OffsiteError(f"{what}: its certificate is not trusted", hint=hint, final=True)
     return OffsiteError(what, hint="check offload.endpoint: is it https there, or http?", final=False)
+
+
+def _reason(error: BaseException) -> str:
+    """Of the SSL library, whatever is around it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError) and cause.reason:
+            return cause.reason
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _is_asked_plainly(address: str) -> bool:
+    """Whether who closed the connection speaks TLS: most such servers close it without a word that says so."""
+    found = urlsplit(address)
+    if found.scheme != "http" or not found.hostname:
+        return False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    with suppress(OSError, ValueError):
+        place = (found.hostname, found.port or 80)
+        with socket.create_connection(place, _ASKS_S) as plain, context.wrap_socket(plain):
+            return True
+    return False
 
 
 def _from(told: Mapping[str, Any]) -> str:
