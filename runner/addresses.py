@@ -41,6 +41,5 @@ def split_address(address: str) -> tuple[str, str, str]:
     checkpoint = words[-1] if is_name(words[-1]) else ""
     words = words[:-2] if checkpoint and words[-2:-1] == ["checkpoints"] else words
     if not is_store(address) or len(words) < 2 or not words[-1]:  # noqa: PLR2004  # a store and a run
-        msg = f"must be a run in its store: s3://bucket/prefix/NAME or file:///folder/NAME, got {address!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be a run in its store: s3://bucket/prefix/NAME or file:///folder/NAME, got {address!r}")
     return f"{scheme}://{'/'.join(words[:-1])}", words[-1], checkpoint

@@ -51,6 +51,7 @@ from runner.policy.guard import (
     parse_word,
     rearm,
 )
+from runner.storage.disk import Disk, write_durable
 from runner.supervise.apart import Apart, Scribe, apart, wait_for_file
 from runner.supervise.kills import count_kills
 from runner.supervise.process import Process, be_subreaper, current, end_all, find, with_descendants
@@ -139,8 +140,14 @@ class Guardian:
 
     def _write_armed(self, armed: Armed) -> None:
         folder = self._workspace / ".vramfarm"
+
+        def write() -> bytes:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durable(Disk(), folder / "guardian.json", dump_armed(armed))
+            return b""
+
         try:
-            apart(lambda: _write_durably(folder / "guardian.json", dump_armed(armed)), self._waits.disk)
+            apart(write, self._waits.disk)
         except OSError as error:
             log(f"{folder}: cannot write the deadline ({error.strerror}); it is kept in memory only")
 
@@ -517,24 +524,6 @@ def _listen_for_signals(on_leave: Callable[[], None]) -> socket.socket:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed laptop ends nothing; children inherit it
     return wake
-
-
-def _write_durably(path: Path, content: bytes) -> bytes:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(fd, content)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.replace(path)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return b""
 
 
 def _safely(call: Callable[[], Answer]) -> Answer:

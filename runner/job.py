@@ -11,6 +11,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
@@ -59,13 +60,11 @@ def parse_duration(value: object) -> timedelta:
         return value
     text = str(value).replace(" ", "")
     if not isinstance(value, str) or not _DURATION.fullmatch(text):
-        msg = f"must be a duration such as 90s, 30m or 1h30m, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be a duration such as 90s, 30m or 1h30m, got {value!r}")
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
     seconds = sum(float(n) * _DURATION_UNITS[unit] for n, unit in parts)
     if seconds > _LONGEST.total_seconds():
-        msg = f"must be a duration of at most {_LONGEST.days}d, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be a duration of at most {_LONGEST.days}d, got {value!r}")
     return timedelta(seconds=seconds)
 
 
@@ -83,8 +82,7 @@ def parse_size(value: object) -> int:
     """`64MiB`, `10GB`, `50MB/s`. A bare number is refused, as for a duration: nobody knows its unit."""
     match = re.fullmatch(_SIZE, value.strip()) if isinstance(value, str) else None
     if match is None:
-        msg = f"must be a size with its unit such as 64MiB or 10GB, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be a size with its unit such as 64MiB or 10GB, got {value!r}")
     return int(Decimal(match[1]) * _SIZE_UNITS[match[2]])
 
 
@@ -96,31 +94,25 @@ def format_size(value: int) -> str:
 
 
 def parse_money(value: object) -> Decimal:
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        msg = f"must be an amount of money such as 300 or 12.50, got {value!r}"
-        raise ValueError(msg)  # noqa: TRY004  # pydantic turns ValueError into a message
-    try:
-        amount = Decimal(str(value))
-    except InvalidOperation:
-        amount = Decimal(-1)
+    amount = Decimal(-1)
+    if isinstance(value, int | float | str | Decimal) and not isinstance(value, bool):
+        with suppress(InvalidOperation):
+            amount = Decimal(str(value))
     if not amount.is_finite() or amount < 0:
-        msg = f"must be an amount of money such as 300 or 12.50, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be an amount of money such as 300 or 12.50, got {value!r}")
     return amount
 
 
 def _more_than_nothing(value: _Amount) -> _Amount:
     if not value:
-        msg = f"must be more than 0, got {value}"
-        raise ValueError(msg)
+        raise ValueError(f"must be more than 0, got {value}")
     return value
 
 
 def _some_bytes(value: int | None) -> int | None:
     """Nobody means fifty bytes: who writes 50B has another unit in mind."""
     if value is not None and value < _SMALLEST:
-        msg = f"must be at least 1KB, got {value}"
-        raise ValueError(msg)
+        raise ValueError(f"must be at least 1KB, got {value}")
     return value
 
 
@@ -258,8 +250,7 @@ class DataItem(Model):
     def _in_a_store(cls, value: str) -> str:
         if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)):
             return value
-        msg = f"must be s3://bucket/path or file:///path, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be s3://bucket/path or file:///path, got {value!r}")
 
 
 class ModelSize(Model):
@@ -345,8 +336,7 @@ class CheckpointPolicy(Model):
         if "://" in value:
             split_address(place)
         elif not value:
-            msg = "must be auto, never, a folder or an address, got nothing"
-            raise ValueError(msg)
+            raise ValueError("must be auto, never, a folder or an address, got nothing")
         return value if value == "/" else value.rstrip("/")
 
 
@@ -376,24 +366,23 @@ class OffloadPolicy(Model):
             return None
         if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)):
             return value.rstrip("/")
-        msg = f"must be s3://bucket/prefix or file:///folder, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be s3://bucket/prefix or file:///folder, got {value!r}")
 
     @field_validator("endpoint")
     @classmethod
     def _a_server(cls, value: str | None) -> str | None:
         if not value or re.fullmatch(r"(?i:https?)://[^/?#\s]\S*", value):
             return value
-        msg = "expected http:// or https:// and a host, found no such address"  # which may have a password in it
-        raise ValueError(msg)
+        raise ValueError(
+            "expected http:// or https:// and a host, found no such address"
+        )  # which may have a password in it
 
     @field_validator("region")
     @classmethod
     def _one_word(cls, value: str | None) -> str | None:
         if not value or re.fullmatch(r"[A-Za-z0-9._-]+", value):
             return value
-        msg = f"must be one word such as eu-central-1, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(f"must be one word such as eu-central-1, got {value!r}")
 
 
 class PreflightPolicy(Model):
@@ -443,8 +432,9 @@ class GuardPolicy(Model):
     @model_validator(mode="after")
     def _patience_is_set(self) -> GuardPolicy:
         if self.divergence_threshold is not None and not self.nan_patience:
-            msg = "divergence_threshold needs nan_patience: after how many steps above it the run is given up"
-            raise ValueError(msg)
+            raise ValueError(
+                "divergence_threshold needs nan_patience: after how many steps above it the run is given up"
+            )
         return self
 
 
@@ -471,8 +461,9 @@ class Limits(Model):
     def _a_time(cls, value: str | None) -> str | None:
         if value is None or _is_time(value):
             return value
-        msg = f"must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time such as 2026-12-01T07:00+01:00, got {value!r}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"must be a clock time with a zone such as 07:00 Europe/Berlin, or an ISO date and time such as 2026-12-01T07:00+01:00, got {value!r}"
+        )
 
 
 def _is_time(text: str) -> bool:
@@ -535,10 +526,9 @@ class ProviderPolicy(Model):
     def _has_its_command(self) -> ProviderPolicy:
         if (self.kind is ProviderName.COMMAND) == bool(self.stop_command):
             return self
-        msg = (
+        raise ValueError(
             "stop_command goes with kind: command, and kind: command needs one (or RUNNER_STOP_COMMAND and kind: auto)"
         )
-        raise ValueError(msg)
 
 
 # ------------------------------------------------------------------------------------- job
@@ -617,8 +607,9 @@ class Job(Model):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", value.replace("{date}", "0")) is None:
-            msg = f"must begin with a letter or a digit, then letters, digits, '.', '_' and '-', at most 63, got {value!r}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"must begin with a letter or a digit, then letters, digits, '.', '_' and '-', at most 63, got {value!r}"
+            )
         return value
 
     @field_validator("env")
@@ -626,19 +617,16 @@ class Job(Model):
     def _can_be_set(cls, value: Mapping[str, str]) -> Mapping[str, str]:
         for name, text in value.items():
             if not name or "=" in name or "\0" in name:
-                msg = f"must have names without '=' (write NAME: value); not so: {name!r}"
-                raise ValueError(msg)
+                raise ValueError(f"must have names without '=' (write NAME: value); not so: {name!r}")
             if "\0" in text:
-                msg = f"must have values without a zero byte, not so: {name}"
-                raise ValueError(msg)
+                raise ValueError(f"must have values without a zero byte, not so: {name}")
         return value
 
     @field_validator("cards")
     @classmethod
     def _some_cards(cls, value: str | int) -> str | int:
         if isinstance(value, int) and not 1 <= value <= 64:  # noqa: PLR2004  # ranks on one machine
-            msg = f"must be all, or 1 to 64, got {value}"
-            raise ValueError(msg)
+            raise ValueError(f"must be all, or 1 to 64, got {value}")
         return value
 
     @field_validator("outputs")
@@ -647,10 +635,9 @@ class Job(Model):
         names = [PurePosixPath(folder).name for folder in value]
         twice = sorted({name for name in names if names.count(name) > 1 or not name})
         if twice:
-            msg = (
+            raise ValueError(
                 f"must have folders of different names, which they keep in the store; not so: {', '.join(twice) or '/'}"
             )
-            raise ValueError(msg)
         return value
 
     @field_validator("batch")

@@ -45,7 +45,6 @@ from runner.facts import (
 from runner.job import Job, LauncherName
 from runner.policy.comm import TOTAL_S, Setting, judge_trials, next_order
 from runner.policy.findings import ok, refuse, warn
-from runner.policy.fit import judge_fit
 from runner.policy.links import LinkClass, groups, judge_peer_access, judge_topology, link_class, wires
 from runner.policy.preflight import (
     LAUNCHER_MODULES,
@@ -53,6 +52,7 @@ from runner.policy.preflight import (
     judge_container,
     judge_disk,
     judge_end,
+    judge_fit,
     judge_host,
     judge_report,
     judge_software,

@@ -36,9 +36,8 @@ from runner.supervise import process
 from runner.supervise.cards import Cards
 from runner.supervise.clock import Clock
 from runner.supervise.page import ProgressReader
-from runner.supervise.process import Process
+from runner.supervise.process import Process, are_written
 from runner.supervise.pulse import PulseReader
-from runner.supervise.saves import are_written
 from runner.supervise.steps import StepReader
 from runner.supervise.triage import first_error
 from runner.supervise.trim import Ahead, stored_bytes, trim

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from runner import __version__
-from runner.cli.workspace import workspace_of
+from runner.cli.naming import workspace_of
 from vramfarm.protocol import Env
 
 _PACKAGES: Final = ("botocore", "pydantic", "ruamel.yaml", "structlog", "tenacity", "watchdog")

@@ -30,9 +30,8 @@ from runner.addresses import scheme_of
 from runner.cli.complaints import complaints
 from runner.cli.dates import date_of
 from runner.cli.document import DocumentError, Mapped, Node, Problem, Scalar, parse_document, plain
-from runner.cli.naming import JOB_VARIABLE, STDIN
+from runner.cli.naming import JOB_VARIABLE, STDIN, workspace_of
 from runner.cli.stores import read_object
-from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 from runner.job import ArchiveSource, Job, PathSource
 

@@ -15,10 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from runner.cli.output import note, out
+from runner.cli.output import note, out, speaking
 from runner.cli.runs import add_follow, add_run, find_in_store, find_run, is_alive, refuse_follow
 from runner.cli.stores import Address, StoredRun, no_run, open_run
-from runner.cli.streams import speaking
 from runner.errors import JobError, StoreError, one_line
 from runner.figures import size
 from runner.supervise.logs import Follower, Line, find_streams, stream_of, tail

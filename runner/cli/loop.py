@@ -26,16 +26,14 @@ from typing import Any, Final
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import PROVIDERS, SECRETS, find_server, with_secrets
 from runner.adapters.providers.contract import Answer, Keep
-from runner.adapters.rented import rented
+from runner.adapters.rented import prove, rented
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import LoadedJob, load_accepted, load_job, place_of
-from runner.cli.naming import STDIN
+from runner.cli.naming import STDIN, workspace_of
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.refusal import record_refusal
-from runner.cli.rental import prove
 from runner.cli.run import comes_back
 from runner.cli.telling import Teller, say
-from runner.cli.workspace import workspace_of
 from runner.errors import JobError, LimitError, LockedError, MachineError, RunnerError
 from runner.facts import Server, ServerState
 from runner.folder import RunFolder

@@ -23,7 +23,7 @@ from typing import Final, Protocol, cast
 
 from runner import __version__
 from runner.cli.bugreport import where, write_bug_report
-from runner.cli.streams import discard_stdout, open_what_is_closed, plain, speaking, write_whatever_comes
+from runner.cli.output import discard_stdout, open_what_is_closed, plain, speaking, write_whatever_comes
 from runner.errors import JobError, RunnerError
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it

@@ -30,18 +30,16 @@ from typing import Final, NoReturn
 from runner.adapters.frameworks import get_framework
 from runner.adapters.notifiers import notify_all
 from runner.adapters.providers import NAMES, PROVIDERS, Keep, with_secrets
-from runner.adapters.rented import rented
+from runner.adapters.rented import as_told, ask, doubt, rented
 from runner.adapters.secrets import FOLDER, find_values
 from runner.cli.load import LoadedJob, load_job, place_of
 from runner.cli.naming import add_job, named_job
-from runner.cli.output import out, out_json
+from runner.cli.output import out, out_json, speaking
 from runner.cli.planned import check_framework, refuse_planned
 from runner.cli.rehearsal_eye import LOG, Eye
 from runner.cli.rehearsal_place import MARK, Place, empty, end_run, own_folder, read_mark
 from runner.cli.rehearsal_words import describe, night
-from runner.cli.rental import as_told, ask, doubt
 from runner.cli.runs import is_alive
-from runner.cli.streams import speaking
 from runner.errors import JobError, LockedError, MachineError, StoreError
 from runner.facts import Server
 from runner.job import AtEnd, FinishPolicy, Job, Limits, OnLimit, ProviderName, ProviderPolicy

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from runner.addresses import is_address
+from runner.cli.naming import workspace_of
 from runner.cli.stores import Address, address_of
-from runner.cli.workspace import workspace_of
 from runner.errors import JobError
 from runner.storage.disk import try_lock
 

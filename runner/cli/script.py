@@ -10,7 +10,7 @@ from runner.adapters.launchers import LAUNCHERS, Launch, check_command, split_co
 from runner.cli.load import LoadedJob
 from runner.errors import JobError
 from runner.job import LauncherName, PathSource
-from runner.supervise.pack import list_files
+from runner.supervise.archive import list_files
 
 _INSTALLS: Final = re.compile(r"\s*(python3?\s+-m\s+)?(pip3?|uv|apt|apt-get|conda)\s[^;&|>]*")
 _PYTHONS: Final = frozenset({"python", "python3"})

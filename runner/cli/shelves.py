@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from runner.cli.naming import workspace_of
 from runner.cli.output import note
 from runner.cli.runs import find_in_store, find_run, is_run, runs_in
 from runner.cli.stores import Address, StoredRun, no_run, open_run
-from runner.cli.workspace import workspace_of
 from runner.committed import Checkpoint
 from runner.errors import JobError, StoreError
 from runner.storage.checkpoints import FOLDER, CheckpointDir, checkpoints_of

@@ -63,7 +63,7 @@ from runner.policy.night import (
 from runner.policy.resume import is_elsewhere
 from runner.results import last_attempt
 from runner.storage.disk import Disk, try_lock, write_durable
-from runner.supervise.pack import pack
+from runner.supervise.archive import pack
 
 STATE_VARIABLE: Final = "VRAMFARM_SUBMIT_STATE"
 WORKSPACE: Final = "/workspace"

@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from runner.cli.bugreport import where
-from runner.cli.streams import plain
+from runner.cli.output import plain
 from runner.facts import History, Observed, Outcome
 from runner.folder import RunFolder
 from runner.job import Job

@@ -1,12 +1,13 @@
 """The house of a run, kept whoever is training: the lease, copies off the machine, room on the disk."""
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Running, TaskKind, TaskState
 from runner.job import Job
 from runner.policy.actions import Action, Begin, Cease, Discard, Prune, SetAside, Wait
 from runner.policy.divergence import is_distrusted, newest_good
-from runner.policy.retention import plan_retention
 from runner.policy.slow import begin, end_stuck, failure_of, may_write
 from vramfarm.protocol import Ref
 
@@ -204,3 +205,31 @@ def publish_now_and_then(job: Job, history: History, seen: Observed) -> Action |
         return None
     is_busy = isinstance(seen.tasks.get(TaskKind.UPLOAD), Running)
     return begin(TaskKind.PUBLISH, f"{whole}, {NO_LOGS}" if is_busy else whole, seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to keep, each with the reason a human will ask for, and what to remove, oldest first."""
+
+    keep: tuple[tuple[Ref, str], ...]
+    remove: tuple[Ref, ...]
+
+
+def plan_retention(local: Sequence[Ref], *, keep_last: int, in_use: Collection[Ref]) -> Plan:
+    """
+    Keep the newest `keep_last`, and what is being uploaded or resumed from.
+
+    An outage of the store must not fill the disk: an older one goes even if it never got off
+    the machine, since the newer ones that stay are worth more.
+    """
+    order = sorted(local, reverse=True)
+    reasons = {ref: reason for age, ref in enumerate(order) if (reason := _reason(ref, age, keep_last, in_use))}
+    return Plan(keep=tuple(reasons.items()), remove=tuple(ref for ref in reversed(order) if ref not in reasons))
+
+
+def _reason(ref: Ref, age: int, keep_last: int, in_use: Collection[Ref]) -> str | None:
+    if age < keep_last:
+        return f"among the newest {keep_last}"
+    if ref in in_use:
+        return "in use"
+    return None

@@ -28,9 +28,21 @@ from runner.facts import (
     Verdict,
 )
 from runner.job import AtEnd, FrameworkName, Job, LauncherName
+from runner.policy.batch import accumulation
 from runner.policy.findings import EXIT_CODE, ok, refuse, swap, warn
+from runner.policy.fleet import strategy_name
 from runner.policy.links import judge_fabric
-from runner.policy.planning import SHARDED, Strategy, checkpoint_bytes, workload
+from runner.policy.planning import (
+    CONTEXT_BYTES,
+    GB,
+    SHARDED,
+    Strategy,
+    cheapest,
+    checkpoint_bytes,
+    fits,
+    memory,
+    workload,
+)
 from runner.policy.readings import judge_shared_memory
 
 _GIB: Final = 1 << 30
@@ -41,6 +53,7 @@ _FEW_FILES: Final = 4096  # without cards
 _LEAST_MEMLOCK: Final = 64 << 20  # NCCL pins less than that a card
 _MORE_SHM: Final = "start the container with --ipc=host or --shm-size=16g"
 _CAPPED: Final = 0.9  # of the power that the card was made for
+_FIT: Final = "cards.fit"
 _SKEW_S: Final = 300.0  # stores refuse from 15 minutes on
 
 
@@ -533,3 +546,29 @@ def _gb(num_bytes: float) -> str:
 
 def _rate(rate: float) -> str:
     return f"{rate / 1e6:.0f} MB/s"
+
+
+def judge_fit(job: Job, *, num_procs: int, card_bytes: int) -> tuple[Finding, ...]:
+    """
+    Whether the cards hold the job: an estimate, which warns and refuses nothing.
+
+    `card_bytes`: memory of the smallest card. Nothing where job.yaml has no `model`, or no card says its size.
+    """
+    if job.model is None or not card_bytes:
+        return ()
+    per_card = job.batch.per_card if job.batch else 1
+    work = workload(job.model, per_card=per_card, accumulation=accumulation(job, num_procs))
+    needed = memory(work, num_procs).total + CONTEXT_BYTES
+    told = (
+        f"{strategy_name(work.strategy)} is expected to take {needed / GB:.0f} of the {card_bytes / GB:.0f} GB of each card "
+        f"({per_card} x {work.sequence} tokens at once)"
+    )
+    if fits(work, num_procs, card_bytes):
+        return (ok(_FIT, told),)
+    found = cheapest(work, num_procs, card_bytes)
+    cure = "a smaller per_card, shorter sequences, an 8-bit optimizer, or bigger cards"
+    if found is not None:
+        offload = " with the optimizer in system memory" if found.offload else ""
+        cure = f"{strategy_name(found.strategy)}{offload} fits here"
+    message = f"{told}: out of memory within the first steps"
+    return (warn(_FIT, message, cure),)

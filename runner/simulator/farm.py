@@ -15,8 +15,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final
 
-from runner.simulator import idle
-from runner.simulator.billing import billed_minutes, cost
 from runner.simulator.catalogue import MACHINES, choose
 from runner.simulator.host import KILLED, WORKSPACE, Boot, Host
 from runner.simulator.model import (
@@ -41,6 +39,7 @@ from runner.simulator.model import (
 )
 from runner.simulator.problem import Problem
 from runner.simulator.store import Store
+from runner.simulator.terms import billed_minutes, cost, follow, is_busy
 
 _NEXT: Final[Mapping[State, State]] = {
     State.QUEUED: State.PROVISIONING,
@@ -293,7 +292,7 @@ class Farm:
     def _follow_idleness(self, rented: Rented) -> bool:
         """Whether something changed."""
         before = rented.server.idle_detection
-        after = idle.follow(before, busy=idle.is_busy(rented.activity), now=self.now())
+        after = follow(before, busy=is_busy(rented.activity), now=self.now())
         if after == before:
             return False
         rented.server.idle_detection = after

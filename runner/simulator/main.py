@@ -8,7 +8,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -18,13 +18,14 @@ from runner import guardian
 from runner.errors import LeftError, LockedError
 from runner.simulator.farm import Farm, Pace
 from runner.simulator.host import KILLED, OUR_IMAGE
-from runner.simulator.model import Policy, Rented, Server, ServerCreate, State
+from runner.simulator.model import Billing, Email, Policy, Rented, Server, ServerCreate, State
 from runner.simulator.serving import LOOPBACK, BusyError, Options, Servers, only_one, say, serving
-from runner.simulator.table import table
 
 _LOOK_S: Final = 0.1
 _WATCH_S: Final = 0.5
 _CLEAR: Final = "\x1b[H\x1b[J"
+_HEADS: Final = ("SERVER", "MACHINE", "STATE", "STARTS", "MINUTES", "EUR", "WHERE")
+_EMAILS: Final = 5  # the newest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,7 +114,7 @@ def _watch(farm: Farm, stops: list[int], is_ours: Callable[[], bool]) -> int:
 def _make_table(farm: Farm, head: Sequence[str]) -> Callable[[], None]:
     def show() -> None:
         servers = [(r.server, farm.bill(r.server), _where(farm, r.server)) for r in reversed(farm.servers())]
-        say("\n".join((_CLEAR, *head, "", *table(servers, farm.emails(), farm.balance()))))
+        say("\n".join((_CLEAR, *head, "", *_table(servers, farm.emails(), farm.balance()))))
 
     return show
 
@@ -287,3 +288,28 @@ def _count_signals() -> list[int]:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def _table(servers: Sequence[tuple[Server, Billing, str]], emails: Sequence[Email], balance: Decimal) -> Iterator[str]:
+    """What a person who watches sees, in lines. Each server comes with its bill, and with that by which it is found on this machine."""
+    rows = [_HEADS, *(_row(*shown) for shown in servers)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    billed = sum((bill.cost for _, bill, _ in servers), Decimal(0))
+    yield f"billed {billed} EUR, balance {balance} EUR"
+    for email in emails[-_EMAILS:]:
+        yield f"email {email.at:%Y-%m-%d %H:%M:%S} UTC: {email.subject}"
+
+
+def _row(server: Server, bill: Billing, where: str) -> tuple[str, ...]:
+    starts = server.container.restart_count + (server.container.state != "none")
+    return (
+        server.id,
+        f"{server.machine.count} x {server.machine.gpu_name}",
+        f"{server.state} ({server.state_reason})" if server.state_reason else str(server.state),
+        str(starts),
+        str(bill.billed_minutes),
+        str(bill.cost),
+        where,
+    )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Final
 
 from runner.errors import one_line
@@ -311,3 +312,33 @@ def signal_name(number: int) -> str:
 def environ() -> dict[str, str]:
     """This process's environment without the marks of a run: for a program that belongs to none."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OURS.decode())}
+
+
+def are_written(pids: Iterable[int], files: Iterable[Path]) -> bool:
+    """Whether one of the processes has one of the files open for writing."""
+    wanted = {os.path.realpath(file) for file in files}
+    return any(_opens_for_writing(pid, wanted) for pid in pids)
+
+
+def _opens_for_writing(pid: int, wanted: set[str]) -> bool:
+    with suppress(OSError):  # it has just ended
+        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208  # names only
+            if _target(pid, fd) in wanted and _is_writable(pid, fd):
+                return True
+    return False
+
+
+def _target(pid: int, fd: str) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/fd/{fd}").readlink())
+    except OSError:
+        return ""
+
+
+def _is_writable(pid: int, fd: str) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), 0)
+    return flags & os.O_ACCMODE != os.O_RDONLY

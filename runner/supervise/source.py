@@ -28,9 +28,9 @@ from runner.addresses import local_path
 from runner.errors import JobError
 from runner.job import ArchiveSource, GitSource, PathSource, without_password
 from runner.supervise import process
+from runner.supervise.archive import MAX_BYTES, unpack
 from runner.supervise.attempt import activated
 from runner.supervise.logs import read_tail
-from runner.supervise.unpack import MAX_BYTES, unpack
 from vramfarm.protocol import Env
 
 Maker = Callable[[Path], None]

@@ -18,7 +18,7 @@ import pytest
 
 from runner.facts import Machine
 from runner.policy.ledger import dump
-from runner.supervise.pack import pack
+from runner.supervise.archive import pack
 from tests.farmhouse import Farmhouse, open_farm
 
 RUNNER = (sys.executable, "-I", "-m", "runner")

@@ -4,7 +4,7 @@ import pytest
 
 from runner.facts import Severity
 from runner.job import Job
-from runner.policy.fit import judge_fit
+from runner.policy.preflight import judge_fit
 
 H100 = 81_559 << 20
 RTX_4090 = 24_564 << 20

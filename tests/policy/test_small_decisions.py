@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from runner.facts import Checkpoint, Failed, History, Observed, Server
 from runner.job import Limits
+from runner.policy.house import plan_retention
 from runner.policy.limits import deadline, limit_at, next_time, reserve
 from runner.policy.resume import Fetch, From, plan_resume
-from runner.policy.retention import plan_retention
 from runner.policy.slow import retry_at
 from tests.simworld import START
 from vramfarm.protocol import Ref

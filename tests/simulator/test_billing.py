@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from runner.simulator.billing import billed_minutes, cost
+from runner.simulator.terms import billed_minutes, cost
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

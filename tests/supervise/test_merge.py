@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.supervise.merge import Merger, stamp
+from runner.supervise.logs import Merger, stamp
 
 NOW = datetime.fromisoformat("2026-01-02T12:00:00")
 AT = datetime.fromisoformat("2026-01-01T03:04:05")

@@ -20,8 +20,8 @@ import pytest
 from runner.errors import JobError
 from runner.job import ArchiveSource, GitSource, PathSource
 from runner.supervise import source as sources
+from runner.supervise.archive import unpack
 from runner.supervise.source import bring
-from runner.supervise.unpack import unpack
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ When one rank dies the others complain louder: what they print is secondary and 
 chosen while anything better is there. Torchrun itself always exits 1, and what it names as
 the root cause is only the first it noticed.
 
-`sources` finds the files, `lines` reads them within bounds, `table` and `signs` recognise single
+`sources` finds the files, `lines` reads them within bounds, `table` recognises single
 lines, `tracebacks` reads those, `evidence` the structure of all, `choose` decides (with `silence` where nobody says the cause,
-`hung` where the supervisor ended it, `full` where the disk kept all of them from a word, and `refine` where numbers do), `meanings` explains, and `advice` a single error, `telling` says it in one line.
+`hung` where the supervisor ended it, and `refine` where numbers do, or the disk kept all of them from a word), `meanings` explains, and `advice` a single error, `telling` says it in one line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from runner.supervise.recorder import compare, read_dumps
 from runner.supervise.triage.advice import advise
 from runner.supervise.triage.choose import choose, diagnose, words_about
 from runner.supervise.triage.evidence import gather
-from runner.supervise.triage.full import DISK_FULL, is_full, tell_full, weigh_disk
 from runner.supervise.triage.hung import explain, read_hang
+from runner.supervise.triage.refine import DISK_FULL, is_full, tell_full, weigh_disk
 from runner.supervise.triage.sources import attempt_folder, find_sources, read_kills, read_source
 from runner.supervise.triage.telling import tell
 

@@ -7,6 +7,7 @@ know, who died without a word, warnings, and only then those who waited.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -15,10 +16,15 @@ from runner.supervise.triage import silence
 from runner.supervise.triage.evidence import Evidence, Suspect
 from runner.supervise.triage.meanings import MEANINGS
 from runner.supervise.triage.refine import Chosen, refine
-from runner.supervise.triage.signs import stamp
 from runner.supervise.triage.table import SHELL, Kind
 
 _NEAR_S: Final = 120.0  # between a kernel line and the error that follows from it
+_STAMP: Final = (
+    re.compile(r"\b[EWIF](?P<month>[01]?\d)(?P<day>[0-3]\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+    re.compile(r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)[ T_](?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+    re.compile(r"^\[\w{3} (?P<name>\w{3}) +(?P<day>\d+) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"),
+)
+_MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 _NOBODY_S: Final = frozenset({"container", "launcher", "setup", "signal", "stall"})
 _OF_A_CARD: Final = frozenset({
@@ -130,7 +136,7 @@ def _is_superseded(suspect: Suspect, families: Mapping[tuple[int, int], Sequence
 def _earliest(suspects: Sequence[Suspect]) -> Suspect:
     """By time stamp where several files are compared and all have one; else by their order."""
     if len({s.line.source for s in suspects}) > 1:
-        stamps = [stamp(s.line.raw) for s in suspects]
+        stamps = [_stamp(s.line.raw) for s in suspects]
         if None not in stamps:
             return min(zip(stamps, suspects, strict=True), key=lambda pair: (pair[0], pair[1].line.place))[1]
     return min(suspects, key=lambda s: s.line.place)
@@ -140,10 +146,10 @@ def _is_stale(suspect: Suspect, seen: Evidence) -> bool:
     """A kernel line from long before the last step and the first error has nothing to do with them."""
     if suspect.kind is not Kind.HOST or not suspect.line.raw.startswith("["):
         return False
-    at = stamp(suspect.line.raw)
-    errors = [stamp(s.line.raw) for s in seen.suspects if s.line.rank is not None]
-    waits = [stamp(w.line.raw) for w in seen.waits]
-    steps = [stamp(line.raw) for line in seen.progress[-1:]]
+    at = _stamp(suspect.line.raw)
+    errors = [_stamp(s.line.raw) for s in seen.suspects if s.line.rank is not None]
+    waits = [_stamp(w.line.raw) for w in seen.waits]
+    steps = [_stamp(line.raw) for line in seen.progress[-1:]]
     known = [found for found in (*errors, *waits, *steps) if found is not None]
     return at is not None and bool(known) and at < min(known) - _NEAR_S
 
@@ -199,3 +205,14 @@ def _rank_of_others(best: Suspect, seen: Evidence) -> int | None:
     if any("store->get(" in s.line.text and s.line.rank for s in seen.suspects):
         return 0  # it keeps the store that the others lost
     return seen.first_failed
+
+
+def _stamp(text: str) -> float | None:
+    """Seconds since the beginning of the year, if the line says when it was written."""
+    for pattern in _STAMP:
+        if match := pattern.search(text):
+            told = match.groupdict()
+            name = told.get("name")
+            month = _MONTHS.index(name) + 1 if name in _MONTHS else int(told.get("month") or 0)
+            return ((month * 31 + int(told["day"])) * 24 + int(told["h"])) * 3600 + int(told["m"]) * 60 + int(told["s"])
+    return None

@@ -18,8 +18,7 @@ from typing import Final
 from runner.facts import Kills
 from runner.supervise.recorder import Recorded
 from runner.supervise.triage.lines import LogLine
-from runner.supervise.triage.signs import SIGNS
-from runner.supervise.triage.table import CONTEXTS, ECHO, NOISE, OWN_WORDS, ROWS, WAITS, WATCHDOG, Kind
+from runner.supervise.triage.table import CONTEXTS, ECHO, NOISE, OWN_WORDS, ROWS, SIGNS, WAITS, WATCHDOG, Kind
 from runner.supervise.triage.tracebacks import EXCEPTION, FRAME, GROUP, LIBRARY, TRACEBACK, WRAPPER, Beyond, Traceback
 
 _FAMILIAR: Final = 20  # times a line may come, numbers aside, before it is no news

@@ -249,3 +249,20 @@ ROWS: Final = (
     _row("dataset_missing", r"FileNotFoundError|NotADirectoryError|DatasetNotFoundError|DataFilesNotFoundError", 1),
     _row("network_reset", r"ConnectionResetError|Connection aborted|RemoteDisconnected|ReadTimeout|ConnectTimeout|ConnectionError\b|Max retries exceeded|NameResolutionError|Temporary failure in name resolution|IncompleteRead|ChunkedEncodingError|EndpointConnectionError|ProtocolError|SSLError|\b(?:httpx|httpcore)\d?\.(?:Connect|Read|Write|Pool|RemoteProtocol)\w*|ServerDisconnected|ClientPayloadError|ClientConnector\w*Error|urlopen error|Could not resolve host|NewConnectionError|Data processing error: |Transport endpoint is not connected|Stale file handle|\[Errno 1(?:01|03|10|13)\]|50[0234] (?:Server Error|Bad Gateway|Service)|Connection reset by peer|curl: \(\d+\)|fetch-pack: unexpected disconnect", 1),
 )  # fmt: skip
+
+# what lines tell beside errors: it makes a label more exact
+SIGNS: Final = {
+    "p2p": re.compile(r"via P2P|P2P/|p2p\.cc|P2P Chunksize"),
+    "acs": re.compile(r"ReqRedir\+"),
+    "nvlink": re.compile(r"\bNV\d{1,2}\b"),
+    "host_memory": re.compile(r"(?i)cpu rss|\brss\b|CPU Virtual Memory|\bRAM\b|host memory|OOMKilled=true|oom_kill [1-9]"),
+    "kernel_oom": re.compile(r"(?i)out of memory: kill|invoked oom-killer|OOMKilled=true|oom_kill [1-9]"),
+    "preparing": re.compile(r"(?i)\b(?:tokenizing|pre-?processing|grouping texts|packing|building (?:index|dataset|cache))\b|\b(?:map|filter|generating \w+ split)\b.*(?:\d%|examples/s)"),
+    "stall": re.compile(r"(?i)no (?:output|progress|step\w*|log\w*|line\w*)\b.*\b(?:for|since|in)\b|\bstall|\bhangs?\b|waits? (?:for|on) (?:stdin|a prompt)"),
+    "busy_cards": re.compile(r"(?i)(?:util|use|usage)\w*\W{0,3}(?:100(?:\s?%)?[/, ]*)+"),
+    "clock": re.compile(r"(?i)(?:system clock|chronyd?|timesyncd|ntpd?)\b.*(?:wrong|step|jump|adjust|chang|forward|backward|offset)|time jump"),
+    "no_xid": re.compile(r"(?i)no (?:new )?xid|dmesg\b.*(?:clean|empty|nothing)"),
+    "bad_card": re.compile(r"Xid \(PCI:[^)]*\): (?:92|63|48|64|94|95),|(?i:(?:volatile|aggregate|uncorrect\w+)[^:]*ecc[^:]*:\s*[1-9])|(?i:ecc errors?\W+[1-9]\d*)|(?i:remapped rows.*[1-9])"),
+    "shm_leftovers": re.compile(r"\bdev/shm\b.*(?:nccl-|torch_|sem\.|files?\b|segments?\b).*|(?:leaked|left ?over|stale|orphan)\w* .*(?:shm|shared memory|segment)"),
+    "nan": re.compile(r"(?i)\bloss\w*\W{0,4}nan\b|\bnan\b.*(?:loss|grad|step|batch)|grad_?norm\W{0,4}(?:nan|inf)\b"),
+}  # fmt: skip

@@ -1,17 +1,21 @@
 """
-Archives of code, unpacked so that nothing lands outside their folder.
+Archives of code: packed for `submit`, the same bytes for the same content, and unpacked where it is to run.
 
-An archive comes from somewhere: its paths, links and sizes are not trusted.
+Packed is what git does not ignore, where there is a repository; else all but what is never code. An archive that
+is unpacked comes from somewhere: its paths, links and sizes are not trusted, and nothing lands outside its folder.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import shutil
 import stat
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +25,9 @@ from vramfarm.protocol import is_inside
 MAX_BYTES: Final = 50 * 10**9
 MAX_FILES: Final = 1_000_000
 _HINT: Final = "make the archive of the code alone, with relative paths: tar czf code.tar.gz -C project ."
+_MOST_SENT: Final = 200 * 10**6  # bytes
+_NEVER: Final = frozenset({".git", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache", ".ruff_cache"})
+_GIT_LIMIT_S: Final = 60
 
 
 def unpack(archive: Path, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -95,3 +102,60 @@ def _unpack_zip(archive: Path, folder: Path, count: _Count) -> None:
             path = Path(zipped.extract(info, folder))
             if not info.is_dir() and mode & stat.S_IXUSR:
                 path.chmod(0o755)
+
+
+def pack(folder: Path) -> tuple[str, bytes]:
+    """The archive and its name, which is that of its content; `JobError` if it is no folder, or too large."""
+    if not folder.is_dir():
+        raise JobError(f"source.path: expected a folder, found none at {folder}", hint="it is relative to job.yaml")
+    files = sorted(list_files(folder))
+    total = sum((folder / name).lstat().st_size for name in files)
+    if total > _MOST_SENT:
+        largest = max(files, key=lambda name: (folder / name).lstat().st_size)
+        raise JobError(
+            f"source.path: {folder} has {total / 1e6:.0f} MB, more than {_MOST_SENT / 1e6:.0f} MB; the largest file is {largest}",
+            hint="let git ignore what is no code, and bring data with `data`",
+        )
+    raw = _tar(folder, files)
+    return f"{hashlib.sha256(raw).hexdigest()[:32]}.tar.gz", raw
+
+
+def list_files(folder: Path) -> list[str]:
+    """Names of what is packed."""
+    listed = _by_git(folder)
+    if listed is not None:
+        return [name for name in listed if (folder / name).is_symlink() or (folder / name).is_file()]
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return [path.as_posix() for path in found if _NEVER.isdisjoint(path.parts)]
+
+
+def _by_git(folder: Path) -> list[str] | None:
+    command = ("git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (
+        [name for name in done.stdout.decode(errors="surrogateescape").split("\0") if name]
+        if done.returncode == 0
+        else None
+    )
+
+
+def _tar(folder: Path, names: Iterable[str]) -> bytes:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in names:
+            archive.add(folder / name, arcname=name, recursive=False, filter=_without_circumstances)
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as file:
+        file.write(plain.getvalue())
+    return packed.getvalue()
+
+
+def _without_circumstances(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Who packed it, and when, is no content."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    return entry
