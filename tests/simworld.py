@@ -411,7 +411,7 @@ def boot(
 ) -> tuple[End | None, FaultyDisk]:
     """One life: until the end, or until the power goes."""
     root.mkdir(exist_ok=True)
-    disk = FaultyDisk(root, fail_at)
+    disk = FaultyDisk(root, fail_at, loses_nothing=fail_at is None)
     try:
         journal = Journal(root / "journal.jsonl", disk)
         if before:

@@ -186,7 +186,7 @@ def _listen(options: Options, host: Host) -> socket.socket:
 
 def _bind(ports: Iterable[int]) -> socket.socket | None:
     for port in ports:
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio holds the body of an answer back for 40 ms
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError, OverflowError):
             listener.bind((LOOPBACK, port))
