@@ -53,7 +53,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from vramfarm import Checkpointer, folder
-from vramfarm.data import GlobalBatches, World
+from vramfarm.epochs import GlobalBatches, World
 from vramfarm.loading import Reader
 from vramfarm.protocol import Arena, Slot, Word
 from vramfarm.run import ResumeError

@@ -27,9 +27,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import alike, apart, copies, data, memory, resuming, run, state, unpickling
+from vramfarm import alike, apart, copies, data, epochs, memory, optim, resuming, rng, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
-from vramfarm.data import Feed, Position, Saved
+from vramfarm.data import Feed
+from vramfarm.epochs import Position, Saved
 from vramfarm.frozen import LEAST_BYTES
 from vramfarm.loading import Reader
 from vramfarm.memory import WINDOW_BYTES
@@ -98,7 +99,7 @@ class Checkpointer:
         self._allow_pickle = allow_pickle
         self._check()
         self._world = run.current_world()
-        self._data_world = data.parse_world(data_parallel) if data_parallel else self._world
+        self._data_world = epochs.parse_world(data_parallel) if data_parallel else self._world
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
         self._meshes = state.compare(run.share(self._world, state.outline(self._models())), self._world.rank)
@@ -299,7 +300,7 @@ class Checkpointer:
         try:
             while (epochs is None or position.epoch < epochs) and not self._has_reached(max_steps):
                 if self._rng is not None:  # whatever the script did since the constructor, and between epochs behind us
-                    state.apply_rng(self._rng)
+                    rng.put_back(self._rng)
                     self._rng = None
                 self._place.has_begun = True
                 empty = position.cursor == 0
@@ -536,7 +537,7 @@ class Checkpointer:
                 f"model: expected a torch.nn.Module, got {type(self._model).__qualname__}; others by a name of their own"
             )
         for _, optimizer in self._optimizers:
-            state.check_optimizer(optimizer)
+            optim.check_optimizer(optimizer)
         for name, thing in self._objects.items():
             if name in _RESERVED or name in dict(self._optimizers):
                 raise ValueError(f"{name}: this name is taken")
@@ -544,7 +545,7 @@ class Checkpointer:
                 raise StateError(
                     f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}"
                 )
-        state.check_held(self._optimizers, list(self._models().values()), self._training_objects().values())
+        optim.check_held(self._optimizers, list(self._models().values()), self._training_objects().values())
         if self._loader is not None:
             _expect_batches(self._loader, "loader")
 
@@ -571,7 +572,7 @@ class Checkpointer:
             "optimizers": optimizers,
             "objects": objects,
         }
-        snapshot.own = {"rng": snapshot.encode_own(state.collect_rng(), "rng")}
+        snapshot.own = {"rng": snapshot.encode_own(rng.collect(), "rng")}
         snapshot.own |= {"objects": own_objects} if own_objects else {}
         snapshot.own |= {ALIKE: told} if told else {}
         if self._world.rank and any(known.own_states.values()):

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vramfarm import state
+from vramfarm import optim, state
 from vramfarm.typed import StateError
 
 _CURE: Final = (
@@ -40,7 +40,7 @@ class Outset:
             f"{p}.{n}": weakref.ref(w) for p, m in self._models.items() for n, w in state.named_parameters(m)
         }
         self._trained = {
-            name: {one for several in state.optimizer_names(optimizer, list(self._models.values())) for one in several}
+            name: {one for several in optim.optimizer_names(optimizer, list(self._models.values())) for one in several}
             for name, optimizer in self._optimizers
         }
 
@@ -67,7 +67,7 @@ class Outset:
         )
         if not (other or gone):
             try:
-                state.check_held(self._optimizers, list(self._models.values()), self._objects.values())
+                optim.check_held(self._optimizers, list(self._models.values()), self._objects.values())
             except StateError as error:
                 lines.append(str(error))
         return lines

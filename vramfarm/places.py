@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vramfarm.data import UNKNOWN, Feed, Order, Position
+from vramfarm.data import Feed
+from vramfarm.epochs import UNKNOWN, Order, Position
 from vramfarm.typed import StateError
 
 _STREAM: Final = object()  # iterators are used up: one stands for all

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramfarm import folder, run, state, unpickling
-from vramfarm.data import Order, Position, World
+from vramfarm import folder, optim, rng, run, state, unpickling
+from vramfarm.epochs import Order, Position, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.places import Places
 from vramfarm.protocol import MANIFEST, Manifest
@@ -138,7 +138,7 @@ def load(reader: Reader, training: Training) -> Restored:
         own = _plan_own(reader, training.world, ranks)
     reader.flush()
     with _or_damaged(reader.manifest):
-        state.check_rng(own)
+        rng.check(own)
     for name, then in rest:
         with contextlib.nullcontext() if training.allow_pickle else unpickling.forbidden(name):
             then()
@@ -206,8 +206,8 @@ def _plan(
         if report.is_there(name, shared["optimizers"]):
             saved = shared["optimizers"][name]
             others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
-            whole = saved | {"state": state.merge_states(saved["state"], others)}
-            yield name, state.plan_optimizer(reader, optimizer, list(models.values()), whole)
+            whole = saved | {"state": optim.merge_states(saved["state"], others)}
+            yield name, optim.plan_optimizer(reader, optimizer, list(models.values()), whole)
             report.restored(name)
     rank = training.world.rank % len(ranks)
     own = ranks[str(rank)]["own"].get("objects", {})
@@ -252,10 +252,10 @@ def _apply_rng(own: dict[str, Any], training: Training, step: int, num_ranks: in
     """Random numbers: each rank's own, or new ones where the ranks are not the same."""
     world = training.world
     if num_ranks == world.size:
-        state.apply_rng(own["rng"])
+        rng.put_back(own["rng"])
         report.restored("random numbers")
         return
-    state.reseed(training.seed, step, world.rank)
+    rng.reseed(training.seed, step, world.rank)
     report.left_out(
         f"random numbers: saved by {num_ranks} ranks, now {world.size}; seeded anew from (seed, step, rank)"
     )

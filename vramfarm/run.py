@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from vramfarm import folder, protocol, seat
-from vramfarm.data import World
+from vramfarm.epochs import World
 from vramfarm.folder import Stored
 from vramfarm.protocol import ControlPage, Env
 

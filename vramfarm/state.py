@@ -8,14 +8,9 @@ optimizer state is read: torch would make a fake step to have some.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import random  # noqa: TID251  # the script's own generator is part of its state
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -309,7 +304,7 @@ def _expect_filled(reader: Reader, prefix: str, module: nn.Module, targets: Mapp
     lost = [key for key, tensor in made.items() if not torch.equal(_bytes_of(now[key]), _bytes_of(tensor))]
     if lost:
         raise StateError(
-            f"{reader.manifest.ref.name}: {_some(set(lost))}: the module makes them anew for its state_dict, so they cannot be put "
+            f"{reader.manifest.ref.name}: {some(set(lost))}: the module makes them anew for its state_dict, so they cannot be put "
             "back; build it from what it was built from then"
         )
 
@@ -326,6 +321,12 @@ def _held(module: nn.Module) -> Iterator[Tensor]:
 
 def _has_extra(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def some(names: set[str]) -> str:
+    """Name enough of them to recognise all."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""  # noqa: PLR2004  # a line
+    return ", ".join(sorted(names)[:5]) + more or "none"
 
 
 def _check_fit(
@@ -355,187 +356,12 @@ def fill_from(reader: Reader, key: str, tensor: Tensor | Range, holder: Tensor |
     reader.read_into(key, staging.local_of(tensor), staging.local_box(tensor)[1])
 
 
-# ---------------------------------------------------------------------------- optimizers
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise StateError("ZeroRedundancyOptimizer cannot be saved: its state lies on one rank; use fully_shard")
-
-
-def check_held(
-    optimizers: Iterable[tuple[str, torch.optim.Optimizer]], models: Sequence[nn.Module], objects: Iterable[Any]
-) -> None:
-    """`StateError` if an optimizer trains what nobody saves: after a resume its state would be there, and its value lost."""
-    known = {number for model in models for number in parameter_names(model)}
-    lost = [
-        (f"{name}: parameter {i} of group {g}, of shape {tuple(parameter.shape)},", parameter)
-        for name, optimizer in optimizers
-        for g, group in enumerate(optimizer.param_groups)
-        for i, parameter in enumerate(group["params"])
-        if parameter.requires_grad and id(parameter) not in known
-    ]
-    if not lost:
-        return
-    saved = _memory_of([v for model in models for _, v in named_state(model) if isinstance(v, Tensor)])
-    saved |= _memory_of([v for thing in objects for v in _tensors_by_path(thing).values()])
-    lost = [(what, parameter) for what, parameter in lost if not _memory_of([parameter]) & saved]
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise StateError(
-            f"{lost[0][0]} is in no module given to Checkpointer, so its value would not be saved{more}: "
-            "give the module that holds it by a name, Checkpointer(..., head=head), or put it into one"
-        )
-
-
-def _memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Where their bytes are; nothing of those that have none."""
-    strided = [local for one in tensors if (local := staging.local_of(one)).layout is torch.strided]
-    return {int(one.untyped_storage().data_ptr()) for one in strided} - {0}
-
-
-Names = Sequence[tuple[str, ...]]
-"""Of an optimizer's parameters, as it numbers them: one each, but a flat parameter has those of all that is in it."""
-
-
-def optimizer_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Names:
-    names: dict[int, tuple[str, ...]] = {}
-    for model in models:
-        names |= {k: v for k, v in parameter_names(model).items() if k not in names}
-    found: list[tuple[str, ...]] = []
-    for g, group in enumerate(optimizer.param_groups):
-        found += [names.get(id(p), (f"unnamed.{g}.{i}",)) for i, p in enumerate(group["params"])]
-    return found
-
-
-def collect_states(
-    snapshot: Snapshot, prefix: str, names: Names, ranges: Mapping[str, Range], states: Mapping[Any, Any]
-) -> list[list[Any]]:
-    """Return JSON of what an optimizer keeps of each parameter, under the parameters' names."""
-    named = [(name, inner) for i, inner in states.items() for name in (names[i] if isinstance(i, int) else (i,))]
-    return [
-        [name, snapshot.encode(inner, f"{prefix}.state.{name}", spread=True, beside=ranges.get(name))]
-        for name, inner in named
-    ]
-
-
-def merge_states(rank_0: Sequence[Sequence[Any]], others: Iterable[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """Return the states of all tensors: of those in flat parameters each rank knows some."""
-    found = {name: inner for states in others for name, inner in states} | dict(map(tuple, rank_0))
-    return [[name, inner] for name, inner in found.items()]
-
-
-def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> Then:  # noqa: ANN401  # JSON
-    """Ask for an optimizer's state, matched by parameter name, in the precision it was saved in."""
-    names = optimizer_names(optimizer, models)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    groups = decode(saved["groups"], reader.whole)
-    _check_class(optimizer, saved.get("class"), groups)
-    _check_groups(optimizer, names, groups)
-    ranges, known = ranges_of(models), dict(map(tuple, saved["state"]))
-    state: dict[Any, Any] = {}
-    for i, (parameter, several) in enumerate(zip(parameters, names, strict=True)):
-        there = {name: known.pop(name) for name in several if name in known}
-        if not there:
-            continue
-        if several[0] in ranges:
-            inner = _states_of_ranges(reader, {name: ranges[name] for name in there}, there)
-        else:
-            inner = decode(there[several[0]], partial(_state_tensor, reader, parameter))
-        if inner is not None:
-            state[i] = inner
-    state |= {name: decode(inner, reader.whole) for name, inner in known.items()}  # of no parameter
-
-    def then() -> None:
-        numbers = iter(range(len(names)))
-        numbered = [
-            {**group, "params": [next(numbers) for _ in now["params"]]}
-            for group, now in zip(groups, optimizer.param_groups, strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": numbered})
-        for i, inner in state.items():
-            if isinstance(i, int):
-                _restore_precision(optimizer.state[parameters[i]], inner)
-
-    return then
-
-
-def _states_of_ranges(reader: Reader, ranges: Mapping[str, Range], saved: Mapping[str, Any]) -> Any:  # noqa: ANN401  # JSON
-    """Return what an optimizer keeps of a parameter with these ranges in it; None if this rank has nothing of them."""
-    made: dict[str, Tensor] = {}
-
-    def tensor(name: str, key: str) -> Tensor:
-        found, what = ranges[name], key.partition(f".state.{name}")[2]
-        if reader.shape(key) != found.shape:
-            whole = reader.whole(key)
-            if whole.numel() != 1 and not found.is_whole:
-                raise StateError(f"{key}: {tuple(whole.shape)} cannot be split over the ranks that hold {name}")
-            return whole
-        if what not in made:
-            made[what] = torch.zeros(found.extent, dtype=reader.dtype(key), device=found.holder.device)
-        fill_from(reader, key, found, made[what])
-        return made[what]
-
-    if all(math.prod(one.extent) == 0 for one in ranges.values()):
-        return None
-    decoded = [decode(inner, partial(tensor, name)) for name, inner in saved.items()]
-    return decoded[0]
-
-
-def _check_class(optimizer: torch.optim.Optimizer, saved: str | None, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Another name alone may be a kind of the script's own, and other options alone a newer torch."""
-    ours, theirs = (set().union(*several) for several in (optimizer.param_groups, groups))
-    now, names = type(optimizer).__qualname__, {kind.__qualname__ for kind in type(optimizer).__mro__}
-    if saved is not None and saved not in names and ours != theirs:
-        raise StateError(
-            f"optimizer: the checkpoint has the state of a {saved}, which is of no use to a {now}: give it the same class as then, "
-            "or start over (resume: never) from exported weights"
-        )
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, names: Names, groups: Sequence[Mapping[str, Any]]) -> None:
-    rest = iter(names)
-    ours = [{name for _ in group["params"] for name in next(rest)} for group in optimizer.param_groups]
-    theirs = [set(group["params"]) for group in groups]
-    if ours != theirs:
-        nothing: set[str] = set()
-        lines = [
-            f"group {i}: only here: {_some(a - b)}; only in the checkpoint: {_some(b - a)}"
-            for i, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=nothing))
-            if a != b
-        ]
-        count = f"{len(ours)} here, {len(theirs)} in the checkpoint; give the optimizer the same parameters as then"
-        raise StateError("\n  ".join([f"optimizer: the parameter groups differ: {count}", *lines]))
-
-
-def _some(names: set[str]) -> str:
-    """Name enough of them to recognise all."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""  # noqa: PLR2004  # a line
-    return ", ".join(sorted(names)[:5]) + more or "none"
-
-
-def _state_tensor(reader: Reader, parameter: Tensor | None, key: str) -> Tensor:
-    """Return a state tensor, laid out over the ranks as its parameter is."""
-    if parameter is not None and parameter.dim() and tuple(parameter.shape) == reader.shape(key):
-        tensor = torch.empty_like(parameter, dtype=reader.dtype(key), requires_grad=False)
-        fill_from(reader, key, tensor)
-        return tensor
-    return reader.whole(key)
-
-
-def _restore_precision(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """torch casts state to its parameter's type while loading: exact only where the two are the same."""
-    for name, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(now.get(name), Tensor) and now[name].dtype != value.dtype:
-            now[name] = value.to(now[name].device)
-
-
 # ------------------------------------------------------------------------- other objects
 
 
 def plan_object(reader: Reader, thing: Any, saved: Any, name: str, rank: int | None = None) -> Then:  # noqa: ANN401  # anything with load_state_dict
     """Ask for any object's state, or for what a `rank` had of it; tensors take the layout and place that they have in the object now."""
-    present = _tensors_by_path(thing)
+    present = tensors_by_path(thing)
 
     def tensor(key: str) -> Tensor:
         like = present.get(key.removeprefix(f"{name}.{rank}.").removeprefix(f"{name}."))
@@ -549,7 +375,7 @@ def plan_object(reader: Reader, thing: Any, saved: Any, name: str, rank: int | N
     return lambda: thing.load_state_dict(decoded)
 
 
-def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict
+def tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anything with state_dict
     found: dict[str, Tensor] = {}
 
     def leaf(path: str, value: Any) -> None:  # noqa: ANN401  # whatever it holds
@@ -558,81 +384,3 @@ def _tensors_by_path(thing: Any) -> dict[str, Tensor]:  # noqa: ANN401  # anythi
 
     typed.encode(thing.state_dict(), "", leaf)
     return found
-
-
-# ------------------------------------------------------------------------ random numbers
-
-
-def collect_rng() -> dict[str, Any]:
-    """Return the state of every generator that a script uses by default on this rank."""
-    state = _collect_host_rng()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _collect_host_rng() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (numpy := typed.numpy_module()) is not None:
-        state["numpy"] = numpy.random.get_state()
-    return state
-
-
-def apply_rng(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state and (numpy := typed.numpy_module()) is not None:
-        numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def check_rng(own: Mapping[str, Any]) -> None:
-    """Raise what `apply_rng` would, before anything is touched. Ranks whose number has changed have nothing of their own."""
-    if not own:
-        return
-    found = own["rng"]
-    random.Random().setstate(found["python"])  # noqa: S311  # the script's own
-    try:
-        torch.Generator("cpu").set_state(found["torch"])
-    except RuntimeError as error:
-        raise ValueError(f"rng: {error}") from None
-    if "numpy" in found and (numpy := typed.numpy_module()) is not None:
-        numpy.random.RandomState().set_state(found["numpy"])
-
-
-def reseed(seed: int, step: int, rank: int) -> None:
-    """Start other random numbers on every rank: what was saved belongs to another world size."""
-    mixed = mix(seed, step, rank)
-    random.seed(mixed)
-    torch.manual_seed(mixed)
-    if (numpy := typed.numpy_module()) is not None:
-        numpy.random.seed(mixed % 2**32)
-
-
-def seed_host(seed: int) -> None:
-    """Seed what is drawn from on the processor. Not the cards': torch notes such a wish with a stack trace, in a loader's worker for each batch."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if (numpy := typed.numpy_module()) is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-@contextlib.contextmanager
-def other_rng(seed: int) -> Iterator[None]:
-    """Draw other random numbers for a while; on the cards nothing changes, since nobody would put them back."""
-    before = _collect_host_rng()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        apply_rng(before)
-
-
-def mix(*numbers: int) -> int:
-    """Return one seed for several numbers; near numbers give unrelated seeds."""
-    mixed = 0x9E3779B97F4A7C15
-    for number in numbers:
-        mixed = (mixed ^ (number & (2**64 - 1))) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed ^= mixed >> 31
-    return mixed % 2**63

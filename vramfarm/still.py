@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramfarm import flat, staging, state
+from vramfarm import flat, optim, staging, state
 from vramfarm.staging import Piece
 from vramfarm.state import Snapshot
 
@@ -44,11 +44,11 @@ class Still:
         self._modules, self._optimizers = models, optimizers
         snapshot = Snapshot(rank, world_size, meshes or {})
         self.models = {name: state.collect_module(snapshot, name, module) for name, module in models.items()}
-        self.names = {n: state.optimizer_names(o, list(models.values())) for n, o in optimizers}
+        self.names = {n: optim.optimizer_names(o, list(models.values())) for n, o in optimizers}
         raw = {name: optimizer.state_dict() for name, optimizer in optimizers}
         ranges = state.ranges_of(list(models.values()))
         self.states = {
-            n: state.collect_states(snapshot, n, self.names[n], ranges, raw[n]["state"]) for n, _ in optimizers
+            n: optim.collect_states(snapshot, n, self.names[n], ranges, raw[n]["state"]) for n, _ in optimizers
         }
         firsts = {name for name, one in ranges.items() if one.has_first}
         self.own_states = {n: [one for one in states if one[0] in firsts] for n, states in self.states.items()}

@@ -72,7 +72,7 @@ def samples(folder):
 
 def left_out(taken, arguments):
     """The places of the epoch's order up to where the training is: which of them no step has taken."""
-    from vramfarm.data import GlobalBatches, World
+    from vramfarm.epochs import GlobalBatches, World
 
     words = size_of(arguments.size, MOST)
     size = dict(zip(words[::2], words[1::2], strict=True))

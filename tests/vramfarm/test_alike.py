@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from vramfarm import alike, data
-from vramfarm.data import Position, World
+from vramfarm.epochs import Position, World
 from vramfarm.protocol import ControlPage
 from vramfarm.seat import Seat
 

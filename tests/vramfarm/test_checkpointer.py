@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vramfarm import Checkpointer, data, folder, protocol
 from vramfarm.checkpointer import NO_OPTIMIZER, _scalar
-from vramfarm.data import World
+from vramfarm.epochs import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
 from vramfarm.protocol import ControlPage, Env
@@ -714,32 +714,35 @@ def test_the_training_scripts_end_is_not_held_up_by_its_crash(tmp_path):
 
 
 class Kept:
-    """Has a state, and counts how often it is handed one."""
+    """Has a state, takes any other, and counts how often it is handed one."""
 
-    def __init__(self, size):
-        self.state = {"bytes": torch.zeros(size, dtype=torch.uint8)}
-        self.num_loaded = 0
+    def __init__(self, state):
+        self.state, self.num_loaded = state, 0
 
     def state_dict(self):
         return self.state
 
-    def load_state_dict(self, _):
-        self.num_loaded += 1
+    def load_state_dict(self, state):
+        self.state, self.num_loaded = state, self.num_loaded + 1
+
+
+def zeros(size):
+    return Kept({"bytes": torch.zeros(size, dtype=torch.uint8)})
 
 
 def test_nothing_is_handed_out_before_all_of_it_was_verified(tmp_path):
     """
     Damage in the last bytes of a checkpoint is found before any object is given its state.
     """
-    train(tmp_path, 1, small=Kept(10), large=Kept(20_000_000))
-    train(tmp_path, 2, small=Kept(10), large=Kept(20_000_000))
+    train(tmp_path, 1, small=zeros(10), large=zeros(20_000_000))
+    train(tmp_path, 2, small=zeros(10), large=zeros(20_000_000))
     bad = newest(tmp_path)
     with (bad.path / bad.manifest.shards[0].path).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
-    small = Kept(10)
+    small = zeros(10)
 
-    _, _, ckpt = train(tmp_path, 2, small=small, large=Kept(20_000_000))
+    _, _, ckpt = train(tmp_path, 2, small=small, large=zeros(20_000_000))
 
     assert ("step-00000001", 1) == (ckpt.restored[:13], small.num_loaded)
 
@@ -1026,19 +1029,6 @@ def test_the_newest_checkpoint_is_never_pruned(tmp_path):
     assert [2] == [stored.manifest.step for stored in folder.committed(tmp_path / "checkpoints")]
 
 
-class Given:
-    """Has a state, and takes any other."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 def test_large_arrays_are_in_the_shards(tmp_path):
     """
     Of any kind of number and any order in memory, bit by bit; the manifest stays small.
@@ -1052,8 +1042,8 @@ def test_large_arrays_are_in_the_shards(tmp_path):
         "frozen": np.broadcast_to(np.float32(1.5), (400, 100)),
         "small": np.arange(3, dtype=">u4"),
     }
-    train(tmp_path, 1, buffer=Given(arrays))
-    back = Given({})
+    train(tmp_path, 1, buffer=Kept(arrays))
+    back = Kept({})
     train(tmp_path, 1, buffer=back)
 
     assert [(n, a.dtype, a.tolist()) for n, a in arrays.items()] == [
@@ -1070,7 +1060,7 @@ def test_a_manifest_that_nobody_could_read_is_not_committed(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"MANIFEST.json would have 2\d\.\d MB, 2\d\.\d MB of it the state of buffer"
     ):
-        train(tmp_path, 1, buffer=Given({"raw": bytes(17 << 20)}))
+        train(tmp_path, 1, buffer=Kept({"raw": bytes(17 << 20)}))
 
     assert [] == list((tmp_path / "checkpoints").glob("*step-*"))
 
@@ -1085,7 +1075,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path, state):
     One would come back as the other, or as what was in memory.
     """
     with pytest.raises(StateError, match=r"buffer\.(1|a\.b): two tensors would have this name"):
-        Checkpointer(nn.Linear(1, 1), buffer=Given(state), dir=tmp_path)
+        Checkpointer(nn.Linear(1, 1), buffer=Kept(state), dir=tmp_path)
 
 
 def test_a_step_that_only_one_of_two_optimizers_made_is_not_saved(tmp_path, capsys):
@@ -1336,7 +1326,7 @@ def test_a_state_that_cannot_be_taken_fails_one_save_and_not_the_training(tmp_pa
     """
     An object that raises, or holds what only pickle could carry, for a while: the next save is whole.
     """
-    thing = Given({"n": 1})
+    thing = Kept({"n": 1})
     model, optimizer, ckpt = small(tmp_path, save_interval=0.05, thing=thing)
     deadline, said = time.monotonic() + 60, ""
     for _, batch in ckpt.steps([torch.ones(1)] * 100_000):
@@ -1358,7 +1348,7 @@ def test_a_save_that_fails_again_and_again_is_told_once(tmp_path, capsys):
     """
     A disk that is full all night leaves the log readable. Each try has another step, so numbers are no news.
     """
-    thing = Given({"n": 1})
+    thing = Kept({"n": 1})
     model, optimizer, ckpt = small(tmp_path, save_interval=0.05, thing=thing)
     deadline = time.monotonic() + 60
     while ckpt._told[1] < 3 and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from vramfarm import data
-from vramfarm.data import GlobalBatches, Position, Saved, World
+from vramfarm.epochs import GlobalBatches, Position, Saved, World
 
 
 def epoch_of(length, batch_size, plan, *, epoch=0, drop_last=False, shuffle=True):

@@ -17,8 +17,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from vramfarm import Checkpointer, data, state
-from vramfarm.data import Position, Saved, World
+from vramfarm import Checkpointer, data, rng, state
+from vramfarm.epochs import Position, Saved, World
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -196,16 +196,16 @@ def augmented(loaders, stops, world=SECOND_OF_TWO):
     """The batches of a training that is resumed at each of `stops`, with another loader each time, and what is said of it."""
     seen, saved, drawn = [], None, None
     for make, stop in zip(loaders, stops, strict=True):
-        state.seed_host(7 + len(seen))  # what a script does before must not matter
+        rng.seed_host(7 + len(seen))  # what a script does before must not matter
         feed = data.feed(make(), world, 3, saved)
         position = Position(**saved.position.dump()) if saved else Position()
-        state.apply_rng(drawn or state.collect_rng())
+        rng.put_back(drawn or rng.collect())
         seen += [tuple(map(tuple, batch)) for batch in through(feed, position, stop - len(seen))]
         snapshot = state.Snapshot(world.rank, world.size)
         kept = snapshot.encode_own(feed.state(), "loader")
         tensors = {piece.box.key: piece.local for piece in snapshot.pieces}
         saved = Saved(position, world.size, state.decode(kept, tensors.__getitem__))
-        drawn = state.collect_rng()
+        drawn = rng.collect()
     return seen, feed.note
 
 
