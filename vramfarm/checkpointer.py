@@ -384,6 +384,7 @@ class Checkpointer:
 
     def _attend(self) -> None:
         """What steps have to see to now and then."""
+        self._tell()  # first: what is wrong with the next save would stand for what was with the last
         if self._is_warm and self._stepping.is_listening:
             for stranger in self._stepping.hear(self._models()):
                 self._say(stranger)
@@ -398,7 +399,6 @@ class Checkpointer:
             if same:
                 self._say(alike.SAME)
         self._is_settling = not self._is_warm or self._stepping.is_listening
-        self._tell()
 
     def _prepare(self, place: str) -> None:
         """
