@@ -41,6 +41,57 @@ from tests.storage.moving import contents, elsewhere, ignore, move
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
 
+
+class _Asked(FileStore):
+    """A folder that keeps what it was asked, until the first shard begins to be sent."""
+
+    def __init__(self, root):
+        super().__init__(root, Disk())
+        self.before, self._lock, self._sends = [], threading.Lock(), False
+
+    def _note(self, what, key):
+        with self._lock:
+            if not self._sends and (what, key.rpartition("/")[2]) != ("head", MANIFEST):  # a get of a folder asks it
+                self.before.append((what, key.rpartition("/")[2]))
+
+    def list(self, prefix, *more):
+        self._note("list", prefix)
+        return super().list(prefix, *more)
+
+    def head(self, key):
+        self._note("head", key)
+        return super().head(key)
+
+    def get(self, key, *more, **limits):
+        self._note("get", key)
+        return super().get(key, *more, **limits)
+
+    def put_file(self, key, path, shard, sent):
+        self._sends = True
+        super().put_file(key, path, shard, sent)
+
+
+@pytest.mark.parametrize(
+    ("large", "asked"),
+    [(False, [("list", "")]), (True, [("get", MANIFEST), ("get", MANIFEST), ("list", "")])],
+    ids=["small shards", "shards that may be copied"],
+)
+def test_a_first_byte_leaves_after_one_list_and_the_manifests_that_are_copied_from(directory, tmp_path, large, asked):
+    """
+    What the store does not list is not asked for shard by shard: on a long way each question is a tenth of a second.
+    """
+    store = _Asked(tmp_path / "store")
+    for step in (300, 400):
+        uploaded(store, directory, step)
+    store.before, store._sends = [], False
+    manifest = commit(directory, 500, shards={FIRST: os.urandom(CHUNK_BYTES + 1 if large else 9)})
+
+    uploading.upload(store, "job", directory, manifest.ref, ignore)
+
+    assert asked == sorted(store.before)
+    assert [300, 400, 500] == steps(store)
+
+
 FOLDER = "job/checkpoints"
 FIRST = next(iter(SHARDS))
 
@@ -179,7 +230,7 @@ def test_another_checkpoint_that_is_spoilt_there_does_not_keep_ours_here(store, 
     It is only looked at to send less.
     """
     older = uploaded(store, directory, 400)
-    manifest = commit(directory, 500, shards={**SHARDS, FIRST: b"more" * 50})
+    manifest = commit(directory, 500, shards={**SHARDS, FIRST: bytes(CHUNK_BYTES + 1)})
     spoilt = _Spoilt(store, f"{FOLDER}/{older.ref.name}/{MANIFEST}")
 
     uploading.upload(spoilt, "job", directory, manifest.ref, ignore)

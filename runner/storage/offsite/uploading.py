@@ -19,7 +19,7 @@ from typing import Final
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file
 from runner.storage.offsite.comparing import differs, differs_in_bytes
-from runner.storage.offsite.contract import OffsiteError, Store, agrees, in_parallel
+from runner.storage.offsite.contract import Entry, OffsiteError, Store, agrees, in_parallel
 from runner.storage.offsite.known import Known, signature
 from runner.storage.offsite.meter import Meter, Progress
 from runner.storage.offsite.surveying import key_of, list_checkpoints, not_listed, read_manifest
@@ -86,8 +86,10 @@ class _Sender:
         self._store, self._job, self._manifest, self._source, self._meter = store, job, manifest, source, meter
         self._unusable = unusable
         self._differs = differs_in_bytes if manifest.ref.name in unusable else differs
+        self._listed: dict[str, dict[str, Entry]] | None = None  # what was there at the beginning
         self._there: dict[_Content, str] | None = None  # key of an object with this content
-        self._lock = threading.Lock()
+        self._own: dict[_Content, str] = {}  # the same, of this checkpoint
+        self._lock, self._asking = threading.Lock(), threading.RLock()
         self._error: Exception | None = None
         self.copied_bytes = 0
 
@@ -111,15 +113,17 @@ class _Sender:
             raise _StoppedError from error
 
     def _bring(self, key: str, shard: Shard) -> None:
-        if not self._differs(self._store, key, shard):
-            self._sent(shard.path, shard.size_bytes)
-            return
-        if self._copy(key, shard):
+        if self._is_there(key, shard) or self._copy(key, shard):
             self._sent(shard.path, shard.size_bytes)
             return
         self._store.put_file(key, self._source / shard.path, shard, partial(self._sent, shard.path))
         _eventually(lambda: self._not_kept(key, shard))
-        self._found()[_content(shard)] = key
+        self._own[_content(shard)] = key
+
+    def _is_there(self, key: str, shard: Shard) -> bool:
+        """What the store does not list is sent without a question: the first time that is every shard."""
+        is_listed = shard.path in self._list().get(self._manifest.ref.name, ())
+        return is_listed and not self._differs(self._store, key, shard)
 
     def _sent(self, note: str, num_bytes: int) -> None:
         if self._error:
@@ -128,7 +132,8 @@ class _Sender:
 
     def _copy(self, key: str, shard: Shard) -> bool:
         """One chunk's checksum is too little to tell contents apart, and one chunk is soon sent."""
-        origin = self._found().get(_content(shard)) if len(shard.checksums) > 1 else None
+        content = _content(shard)
+        origin = self._own.get(content) or self._found().get(content) if len(shard.checksums) > 1 else None
         if origin is None:
             return False
         try:
@@ -139,22 +144,31 @@ class _Sender:
             self.copied_bytes += shard.size_bytes if done else 0
         return done
 
-    def _found(self) -> dict[_Content, str]:
+    def _list(self) -> Mapping[str, Mapping[str, Entry]]:
+        with self._asking:
+            if self._listed is None:
+                self._listed = list_checkpoints(self._store, self._job)
+            return self._listed
+
+    def _found(self) -> Mapping[_Content, str]:
         """Contents of the checkpoints in the store that came last, by their manifests."""
-        with self._lock:
+        with self._asking:
             if self._there is None:
-                self._there = {}
-                listed = list_checkpoints(self._store, self._job)
                 came = sorted(
                     (found[MANIFEST].modified_at, name)
-                    for name, found in listed.items()
+                    for name, found in self._list().items()
                     if MANIFEST in found and name not in self._unusable
                 )
-                for _, name in came[-_NUM_ORIGINS:]:
-                    with suppress(OffsiteError):  # gone or spoilt: then less is copied, and more is sent
-                        whole = read_manifest(self._store, self._job, name)
-                        self._there |= {_content(s): key_of(self._job, whole.ref, s) for s in whole.shards}
+                names = [name for _, name in came[-_NUM_ORIGINS:]]
+                contents = in_parallel(self._contents, names, _NUM_ORIGINS)
+                self._there = {content: key for one in contents for content, key in one.items()}
             return self._there
+
+    def _contents(self, name: str) -> dict[_Content, str]:
+        with suppress(OffsiteError):  # gone or spoilt: then less is copied, and more is sent
+            whole = read_manifest(self._store, self._job, name)
+            return {_content(shard): key_of(self._job, whole.ref, shard) for shard in whole.shards}
+        return {}
 
     def _not_kept(self, key: str, shard: Shard) -> OffsiteError | None:
         problem = self._differs(self._store, key, shard)
