@@ -20,7 +20,7 @@ from vramfarm.state import Snapshot
 
 
 def names(page: ControlPage, objects: Iterable[str]) -> set[str]:
-    """Return those of the objects that each rank saves by itself."""
+    """Return those of the objects, of all ranks, that each rank saves by itself."""
     given = list(objects)
     return {name for name in given if page[Word.APART] & apart_bits(given, {name})}
 

@@ -41,6 +41,7 @@ from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
 from vramfarm.resuming import Training
 from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
+from vramfarm.staging import Meshes
 from vramfarm.state import Snapshot
 from vramfarm.stepping import Stepping
 from vramfarm.still import Still
@@ -102,7 +103,7 @@ class Checkpointer:
         self._data_world = epochs.parse_world(data_parallel) if data_parallel else self._world
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
-        self._meshes = state.compare(run.share(self._world, state.outline(self._models())), self._world.rank)
+        self._meshes, self._of_any_rank = self._compare_ranks()
         wanted = run.wanted(dir, save_interval, keep_last, resume, staging)
         page, env = run.make_env(self._world, wanted)
         if page[Word.ENDED]:
@@ -549,6 +550,12 @@ class Checkpointer:
         if self._loader is not None:
             _expect_batches(self._loader, "loader")
 
+    def _compare_ranks(self) -> tuple[Meshes, set[str]]:
+        """Return what a rank's share depends on, and the objects that any rank was given: an average is often kept by the first only."""
+        told = run.share(self._world, [state.outline(self._models()), [*self._training_objects()]])
+        meshes = state.compare([outline for outline, _ in told], self._world.rank)
+        return meshes, {name for _, names in told for name in names}
+
     def _collect(self) -> Snapshot:
         """Return what changes from save to save; the rest is in `_known`."""
         known = self._known = self._look_again()
@@ -605,7 +612,7 @@ class Checkpointer:
         own: dict[str, Any] = {}
         told: dict[str, Any] = {}
         objects = self._training_objects()
-        kept_apart = apart.names(self._seat.page, objects)
+        kept_apart = apart.names(self._seat.page, self._of_any_rank)
         for name, thing in objects.items():
             state_of_it, before = thing.state_dict(), len(snapshot.pieces)
             if name in kept_apart:
@@ -685,7 +692,7 @@ class Checkpointer:
         self._saved = Saved(found.position, found.data_ranks)
         self._places, self._feed = Places(found.places, found.position, found.loader_states, found.orders), None
         if self._world.rank == 0:
-            apart.keep(self._seat.page, self._training_objects(), found.apart)
+            apart.keep(self._seat.page, self._of_any_rank, found.apart)
         note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
         note = f" of loader {self._places.now + 1}" if self._places.now else note
         position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"

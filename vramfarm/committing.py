@@ -217,9 +217,8 @@ class Committer:
         )
         if not differing:
             return
-        own = staged[0].state["own"].get("objects", {})
-        before = self._page[Word.APART]
-        self._page[Word.APART] |= protocol.apart_bits(sums[0].keys() | own.keys(), differing)
+        before, own = self._page[Word.APART], [one.state["own"].get("objects", {}) for one in staged]
+        self._page[Word.APART] |= protocol.apart_bits(set().union(*sums, *own), differing)
         kind = SaveError if self._page[Word.APART] == before else ApartError
         raise kind(
             f"{', '.join(differing)}: differs from rank to rank; the next save has each rank's own, and a resume gives it back to that rank"

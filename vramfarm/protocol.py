@@ -117,7 +117,7 @@ def shard_name(rank: int, world_size: int) -> str:
 
 
 def apart_bits(objects: Iterable[str], chosen: Collection[str]) -> int:
-    """Return the bits of `Word.APART` for the chosen ones of these objects; from the 64th by name on they share one."""
+    """Return the bits of `Word.APART` for the chosen ones of these objects, of all ranks; from the 64th by name on they share one."""
     bits = 0
     for number, name in enumerate(sorted(objects)):
         bits |= (name in chosen) << min(number, 63)

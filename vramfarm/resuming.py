@@ -153,7 +153,7 @@ def load(reader: Reader, training: Training) -> Restored:
         loader_states=_loader_states(own, shared.get("places")),
         places=shared.get("places"),
         orders=_orders(shared.get("orders", {})),
-        apart=frozenset(ranks["0"]["own"].get("objects", {})),
+        apart=frozenset(name for rank in ranks.values() for name in rank["own"].get("objects", {})),
         report=report,
     )
 

@@ -8,6 +8,7 @@ carried exactly is refused by name; nothing is ever pickled.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import sys
 from collections import Counter, OrderedDict
@@ -46,7 +47,10 @@ def encode(value: Any, path: str, leaf: Leaf = refuse) -> Any:  # noqa: ANN401, 
     if kind is list:
         return [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)]
     if kind in _SEQUENCES:
-        return _tagged(_SEQUENCES[kind], [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)])
+        items = [encode(item, f"{path}[{i}]", leaf) for i, item in enumerate(value)]
+        return _tagged(
+            _SEQUENCES[kind], items if kind is tuple else sorted(items, key=json.dumps)
+        )  # each process has an order of its own
     if kind in _MAPPINGS:
         return _encode_mapping(value, path, leaf)
     if kind in {bytes, bytearray}:

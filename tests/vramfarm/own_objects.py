@@ -45,7 +45,9 @@ def objects(rank):
         "one": Kept({"values": one_in_many}),
         "numbers": Kept({"rewards": [float(rank)], "keys": {f"key{n}": n for n in range(rank + 1)}}),
         "tail": Kept({"at": 0}),  # differs in the last save only
-        "average": Kept({"weights": torch.arange(50_000.0), "n": 3}),
+        "average": Kept({"weights": torch.arange(50_000.0), "n": 3, "words": {"a", "set", "of", "words"}}),
+        **({"a_first": Kept({"n": 7})} if rank == 0 else {}),  # this rank only has it
+        **({"the_second": Kept({"n": 8})} if rank == 1 else {}),
     }
 
 
@@ -57,7 +59,8 @@ def told(things):
         "one": things["one"].state["values"].nonzero().tolist(),
         "numbers": things["numbers"].state,
         "tail": things["tail"].state,
-        "average": average["weights"].long().sum().item(),
+        "average": [average["weights"].long().sum().item(), sorted(average["words"])],
+        "of one rank": [things[name].state["n"] for name in ("a_first", "the_second") if name in things],
     }
 
 
@@ -97,7 +100,8 @@ def main():
     dist.init_process_group("gloo")
     folder, rank = Path(sys.argv[1]), dist.get_rank()
     train(folder, objects(rank), rank)
-    train(folder, objects(7), rank)  # of no rank: all of it is to be given back
+    of_none = {name: objects(7).get(name, Kept({"n": 0})) for name in objects(rank)}
+    train(folder, of_none, rank)  # all of it is to be given back
     dist.destroy_process_group()
 
 

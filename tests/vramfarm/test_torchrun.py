@@ -105,18 +105,18 @@ def test_however_a_model_is_spread(tmp_path):
 
 def test_what_ranks_keep_in_objects_of_their_own_comes_back_to_them(tmp_path, capsys):
     """
-    Told by the saver at the first save, which the next step makes up for: by sizes, order, one element in many, plain values; in a later save, too. What
-    is the same on all ranks is saved once, and frozen weights stay with the ranks that wrote them. A rank of another number goes on with what one of them had.
+    Told by the saver at the first save, which the next step makes up for: by sizes, order, one element in many, plain values, by which rank has them at all; in
+    a later save, too. What is the same on all ranks is saved once, and frozen weights stay with the ranks that wrote them. A rank of another number goes on with what one of them had.
     """
     said = output_of(torchrun(tmp_path, 2, HERE / "own_objects.py", tmp_path))
     given = [[json.loads(line) for line in (tmp_path / f"out.{rank}").read_text().splitlines()] for rank in range(2)]
-    third = own_objects.objects(7)
+    third = own_objects.objects(7) | {"a_first": own_objects.Kept({"n": 0})}
     Checkpointer(own_objects.network(), dir=tmp_path / "checkpoints", **third)
     saved = folder.committed(tmp_path / "checkpoints")
 
     assert [before for before, _ in given] == [after for _, after in given]
     assert given[0][0] == own_objects.told(third)
-    assert 1 == said.count(" failed: numbers, one, order, replay: differs from rank to rank")
+    assert 1 == said.count(" failed: a_first, numbers, one, order, replay, the_second: differs from rank to rank")
     assert 1 == said.count(" failed: tail: differs from rank to rank")
     assert ["final", "asked"] * 2 == [one.manifest.reason for one in saved]
     assert "replay (each rank's own)" in said
