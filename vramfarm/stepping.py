@@ -61,8 +61,8 @@ class Stepping:
 
     def note(self, number: int, *_: object) -> None:
         """That one steps now."""
-        self._last = self._num_done()
-        self._count(number)
+        self._last = now = self._num_done()
+        self._count(number, now)
 
     def has_stepped_before(self) -> bool:
         """Whether one called us in the step that was finished last."""
@@ -85,14 +85,14 @@ class Stepping:
             now = _versions(self._optimizers[number])
             if now != before:
                 self._unhooked[number] = now
-                self._count(number)
+                self._count(number, self._num_done())
 
     def drop_gradients(self) -> None:
         for parameter in _parameters(self._optimizers):
             parameter.grad = None
 
-    def _count(self, number: int) -> None:
-        now, last = self._num_done(), self._stepped[number][0]
+    def _count(self, number: int, now: int) -> None:
+        last = self._stepped[number][0]
         if last != now:
             self._stepped[number] = (now, now - last if last >= 0 else 0)
 
