@@ -145,7 +145,7 @@ def test_a_store_that_is_away_at_the_start_is_waited_for_and_until_when_is_said(
     assert "launch" not in log
 
 
-def wait_for(look, timeout_s=30):
+def wait_for(look, timeout_s=90):
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if found := look():

