@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The container tests use the engine that scripts/docker-engine.sh started, else any engine that answers.
 ENGINE := eval "$$(scripts/docker-engine.sh env 2>/dev/null)";
 
-.PHONY: run test test-failed check bench bench-transfer correctness chaos chaos-disks chaos-stores chaos-outputs chaos-exits test-old-torch install clean docs
+.PHONY: run test test-failed check bench bench-transfer correctness scenarios chaos chaos-disks chaos-stores chaos-outputs chaos-exits test-old-torch install clean docs
 
 run: install
 	@$(BIN)/vramfarm-runner simulate --state .quickstart/vramfarm --run configs/quickstart.yaml
@@ -47,6 +47,11 @@ bench: install
 ROUNDS ?= 100
 correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
+
+# Trainings made of features by chance, undisturbed and in pieces: make scenarios SEEDS=200, from SEED on. A fault's folder stays in build/scenarios.
+SEEDS ?= 20
+scenarios: install
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/vramfarm/scenarios.py build/scenarios $(SEED) $(SEEDS)
 
 # Whole runs with torchrun and an S3 server, killed at every point of a save, and power losses (these need root and a loop device; without them the
 # table says that power was not lost).
