@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,18 +30,17 @@ from runner.errors import JobError, RunnerError, StoreError
 from runner.figures import size, span
 from runner.storage.checkpoints import RESTORING, CheckpointDir
 from runner.storage.disk import Disk
-from vramfarm.protocol import Ref
 
 if TYPE_CHECKING:
     from runner.storage.export import Exported, Wish
     from runner.storage.offsite.meter import Meter
     from runner.storage.offsite.restoring import Source
 
-Differences = tuple[dict[str, list[str]], list[str]]  # by checkpoint's name; and what is none
-
 _WHERE: Final = "nothing was verified; vramfarm-runner checkpoints ls shows what is there"
 _RESTORE: Final = "copy a checkpoint from the store, or from another folder, into FOLDER, verified"
 _EXPORT: Final = "write the model as verified safetensors files, which other programs can read"
+_VERIFY: Final = "compare every byte with the manifest: what is here by reading it, what is in a store by the checksums that it reports"
+_READ: Final = "of a checkpoint in a store: download every byte and compare that, whatever checksums the store reports"
 _HEAD: Final = ("STEP", "ID", "LINEAGE", "SIZE", "AGE", "WHERE", "VERIFIED")
 
 
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|verify|restore|export")
     for name, summary in (
         ("ls", "list checkpoints: those committed here, and what the run last knew of the store"),
-        ("verify", "read every byte and compare it with the manifest"),
+        ("verify", _VERIFY),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
         action.add_argument(
@@ -58,6 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="folder, name or job.yaml of a run; folder of checkpoints or of one checkpoint; or the address of any of these in a store",
         )
         action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "verify":
+            action.add_argument("--read", action="store_true", help=_READ)
     restore = actions.add_parser("restore", help=_RESTORE, description=_RESTORE)
     restore.add_argument(
         "which",
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         case "ls":
             return _ls(args.run, as_json=args.json)
         case "verify":
-            return _verify(args.run, as_json=args.json)
+            return _verify(args.run, must_read=args.read, as_json=args.json)
         case "restore":
             return _restore(args.which, Path(args.folder), as_json=args.json)
         case _:
@@ -194,22 +196,41 @@ def _cells(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------------- verify
 
 
-def _verify(which: str | None, *, as_json: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A checkpoint: how it differs from its manifest, and how much of it was read to tell."""
+
+    name: str
+    differences: tuple[str, ...]
+    size_bytes: int
+    bytes_read: int  # 0 of one that differs: it ends where that is found
+
+    def __str__(self) -> str:
+        if self.differences:
+            return "; ".join(self.differences)
+        if self.bytes_read == self.size_bytes:
+            return "every byte is what its manifest says"
+        read = f"{size(self.bytes_read)} of {size(self.size_bytes)} read" if self.bytes_read else "nothing was read"
+        return f"the store reports the checksums of its manifest; {read} (--read downloads and compares all)"
+
+
+def _verify(which: str | None, *, must_read: bool, as_json: bool) -> int:
     address = find_in_store(which, os.environ)
-    found, others = _differences_in_store(address) if address else _differences_here(which)
+    found, others = _compare_in_store(address, must_read=must_read) if address else _compare_here(which)
     if as_json:
-        out_json({"checkpoints": found, "problems": others})
+        names = {one.name: list(one.differences) for one in found}
+        out_json({"checkpoints": names, "bytes_read": {one.name: one.bytes_read for one in found}, "problems": others})
     else:
-        for name, differences in found.items():
-            out(f"{name}  {'; '.join(differences) or 'every byte is what its manifest says'}")
-    damaged = (f"{name}: {difference}" for name, differences in found.items() for difference in differences)
+        for one in found:
+            out(f"{one.name}  {one}")
+    damaged = (f"{one.name}: {difference}" for one in found for difference in one.differences)
     if problems := [*damaged, *others]:
         hint = "resume sets a damaged checkpoint aside and takes the next older one" if found else _WHERE
         raise StoreError("\n".join(problems), hint=hint)
     return 0
 
 
-def _differences_here(which: str | None) -> Differences:
+def _compare_here(which: str | None) -> tuple[list[_Compared], list[str]]:
     from runner.storage.offsite.meter import Meter  # noqa: PLC0415  # slow
 
     place = find_place(which)
@@ -217,13 +238,15 @@ def _differences_here(which: str | None) -> Differences:
     checkpoints = [c for c in directory.committed() if place.means(c.ref.name)]
     with Bar() as bar:
         meter = Meter(sum(c.size_bytes for c in checkpoints), bar)
-        found = {c.ref.name: list(directory.verify(c.ref, meter.add)) for c in checkpoints}
+        found = [
+            _Compared(c.ref.name, directory.verify(c.ref, meter.add), c.size_bytes, c.size_bytes) for c in checkpoints
+        ]
     nothing = () if checkpoints else (f"{place.root}: expected a checkpoint, found none",)
     return found, list(place.problems() or nothing)
 
 
-def _differences_in_store(address: Address) -> Differences:
-    """By size and checksum as the store reports them; where it confirms none, every byte is read back."""
+def _compare_in_store(address: Address, *, must_read: bool) -> tuple[list[_Compared], list[str]]:
+    """By size and checksum as the store reports them; where it confirms none, or if asked to, by reading every byte."""
     from runner.storage.offsite import surveying  # noqa: PLC0415  # slow
     from runner.storage.offsite.meter import Meter  # noqa: PLC0415  # slow
 
@@ -234,21 +257,22 @@ def _differences_in_store(address: Address) -> Differences:
     wanted = [c for c in survey.checkpoints if run.means(c.ref.name)]
     with Bar() as bar:
         meter = Meter(sum(c.size_bytes for c in wanted), bar)
-        found = {c.ref.name: _differences(run, c.ref, meter) for c in wanted}
+        found = [_compare_one(run, c, meter, must_read=must_read) for c in wanted]
     nothing = () if found else (f"{address}: expected a checkpoint, found none",)
     return found, problems_of(run, survey) or list(nothing)
 
 
-def _differences(run: StoredRun, ref: Ref, meter: Meter) -> list[str]:
+def _compare_one(run: StoredRun, checkpoint: Checkpoint, meter: Meter, *, must_read: bool) -> _Compared:
     from runner.storage.offsite import OffsiteError, comparing  # noqa: PLC0415  # slow
 
+    name, num_bytes = checkpoint.ref.name, checkpoint.size_bytes
     try:
-        comparing.verify(run.store, run.job, ref, meter.add)
+        _, bytes_read = comparing.compare(run.store, run.job, checkpoint.ref, meter.add, must_read=must_read)
     except OffsiteError as error:
         if not error.damaged:
             raise
-        return [str(error)]
-    return []
+        return _Compared(name, (str(error),), num_bytes, 0)
+    return _Compared(name, (), num_bytes, bytes_read)
 
 
 # --------------------------------------------------------------------------------- restore

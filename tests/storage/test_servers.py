@@ -255,6 +255,34 @@ def test_a_server_that_repeats_the_checksums_it_is_told_is_not_believed(proxy, s
             comparing.verify(looks, "job", ref)
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [((), 0, "the store reports the checksums of its manifest; nothing was read"), (("--read",), 4, "other bytes")],
+)
+def test_verify_says_that_it_read_nothing_and_reads_when_told_to(  # noqa: PLR0917
+    words, code, said, cli, proxy, s3_offload, s3server, directory
+):
+    """
+    A store reports what it noted at the upload, whatever became of the bytes: only `--read` finds that.
+    """
+    proxy.repeats_checksums = True
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
+    store, ref = S3Store(offload, s3server.env, ALL), commit(directory, shards={"small": b"small" * 1000}).ref
+    uploading.upload(store, "job", directory, ref, ignore)
+    env, address = {**s3server.env, "AWS_ENDPOINT_URL": proxy.endpoint}, f"{s3_offload.to}/job"
+    whole = cli("checkpoints", "verify", address, "--json", *words, **env)
+    s3server.client().put_object(
+        Bucket=BUCKET, Key=f"{store._prefix}job/checkpoints/{ref.name}/small", Body=b"smell" * 1000
+    )
+
+    rotten = cli("checkpoints", "verify", address, *words, **env)
+
+    assert {ref.name: 5000 if words else 0} == json.loads(whole.stdout)["bytes_read"], whole.stderr
+    assert code == rotten.returncode, rotten.stderr
+    assert f"{ref.name}  " in rotten.stdout
+    assert said in rotten.stdout
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b'{"abilities": 1}', b'{"abilities": {"checksums": "all"}}', b"[" * 10**5])
 def test_what_is_no_record_of_abilities_says_nothing(store, raw):
     """

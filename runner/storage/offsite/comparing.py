@@ -22,44 +22,52 @@ _READ_ATTEMPTS: Final = 3
 
 
 def verify(
-    store: Store, job: str, ref: Ref, read: Callable[[str, int], None] = lambda _path, _num_bytes: None
+    store: Store, job: str, ref: Ref, compared: Callable[[str, int], None] = lambda _path, _num_bytes: None
 ) -> Manifest:
     """
     The manifest of a checkpoint whose every shard has its size and checksum, as the store reports them.
 
-    `read` is called with the path and the size of each shard that was compared.
+    `compared` is called with the path and the size of each shard.
     """
-    manifest = read_manifest(store, job, ref.name)
+    return compare(store, job, ref, compared, must_read=False)[0]
+
+
+def compare(
+    store: Store, job: str, ref: Ref, compared: Callable[[str, int], None], *, must_read: bool
+) -> tuple[Manifest, int]:
+    """The same, and how many bytes were read for it. `must_read`: all of them, whatever the store reports."""
+    manifest, num_bytes_read = read_manifest(store, job, ref.name), 0
     for shard in manifest.shards:
         key = key_of(job, ref, shard)
-        if problem := differs(store, key, shard):
+        problem, was_read = _compare(store, key, shard, must_read=must_read)
+        if problem:
             raise damaged(store, key, problem)
-        read(shard.path, shard.size_bytes)
-    return manifest
+        num_bytes_read += shard.size_bytes if was_read else 0
+        compared(shard.path, shard.size_bytes)
+    return manifest, num_bytes_read
 
 
 def differs(store: Store, key: str, shard: Shard) -> str:
     """How an object differs from a shard; empty if it is the same by size and checksum."""
-    found = store.head(key)
-    if found is None:
-        return "it is not there"
-    match agrees(found, shard):
-        case None:
-            return _read_back(store, key, shard)
-        case False:
-            return f"expected {_words(_expected_head(shard, found))}, got {_words(found)}"
-        case True:
-            return ""
+    return _compare(store, key, shard, must_read=False)[0]
 
 
 def differs_in_bytes(store: Store, key: str, shard: Shard) -> str:
     """The same, whatever the store says of its checksum."""
+    return _compare(store, key, shard, must_read=True)[0]
+
+
+def _compare(store: Store, key: str, shard: Shard, *, must_read: bool) -> tuple[str, bool]:
+    """How it differs, and whether it was read."""
     found = store.head(key)
     if found is None:
-        return "it is not there"
-    if found.size_bytes != shard.size_bytes:
-        return f"expected {shard.size_bytes} bytes, got {found.size_bytes}"
-    return _read_back(store, key, shard)
+        return "it is not there", False
+    is_same = agrees(found, shard)
+    if found.size_bytes != shard.size_bytes or (is_same is False and not must_read):
+        return f"expected {_words(_expected_head(shard, found))}, got {_words(found)}", False
+    if is_same and not must_read:
+        return "", False
+    return _read_back(store, key, shard), True
 
 
 def _read_back(store: Store, key: str, shard: Shard) -> str:
