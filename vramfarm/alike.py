@@ -19,6 +19,7 @@ from vramfarm import state
 from vramfarm.checksum import crc32
 from vramfarm.protocol import ControlPage, Slot
 from vramfarm.seat import Seat
+from vramfarm.staging import as_bytes
 
 SAME: Final = (
     "every rank was given the same first batches: the loader is not split over the ranks, and every card learns the same; "
@@ -56,8 +57,8 @@ def digest(batch: Any) -> int:  # noqa: ANN401  # the script's
     """Return a number for what is in a batch, never 0; what is on a card is not looked at."""
     total = 0
     for tensor in _tensors(batch):
-        part = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous()
-        total = crc32(part.view(torch.uint8).numpy().tobytes(), total)
+        part = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()]
+        total = crc32(as_bytes(part), total)
     return total + 1
 
 
@@ -112,5 +113,4 @@ def differing(page: ControlPage, weights: Sequence[tuple[str, Tensor]]) -> str:
 def _sum(weight: Tensor) -> int:
     """Of elements from all over it: the first rows of an embedding may be those of words that nobody uses."""
     flat = weight.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _ELEMENTS)].contiguous().cpu()
-    return crc32(some.view(torch.uint8).numpy().tobytes()) % (1 << _SUM_BITS)
+    return crc32(as_bytes(flat[:: max(1, flat.numel() // _ELEMENTS)])) % (1 << _SUM_BITS)

@@ -7,6 +7,7 @@ the weights are spread over the ranks by size, and the rest is rank 0's.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -212,3 +213,9 @@ def as_tensor(memory: Any) -> Tensor:  # noqa: ANN401  # anything with a buffer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a read-only buffer warns; nobody writes through it
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """Return a copy of a tensor's bytes. Its own way to them goes through numpy, which need not be there."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return bytes((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.numel() else b""

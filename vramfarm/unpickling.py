@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from vramfarm.staging import as_bytes
 from vramfarm.typed import StateError
 
 _NAMING: Final = frozenset({"GLOBAL", "STACK_GLOBAL", "INST"})
@@ -63,7 +64,7 @@ def refuse(what: str, value: object) -> None:
 
 def _raw(value: object) -> bytes:
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy().tobytes() if value.dtype is torch.uint8 and value.dim() == 1 else b""
+        return as_bytes(value) if value.dtype is torch.uint8 and value.dim() == 1 else b""
     return bytes(value) if isinstance(value, bytes | bytearray) else b""
 
 

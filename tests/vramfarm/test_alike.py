@@ -1,5 +1,8 @@
 """Ranks that are all given the same data: noticed once, and only where it is so."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -81,10 +84,42 @@ def test_any_batch_has_a_number():
         torch.eye(3).to_sparse(),
         torch.ones(2, device="meta"),
         torch.ones(4, 4).t(),
+        torch.ones(3, dtype=torch.complex64).conj(),
     ]
 
     assert all(alike.digest(batch) > 0 for batch in batches)
     assert alike.digest(torch.zeros(3)) != alike.digest(torch.ones(3))
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+from pathlib import Path
+import torch
+from vramfarm import alike, unpickling
+from vramfarm.protocol import ControlPage
+from vramfarm.seat import Seat
+
+page = ControlPage.create(Path(sys.argv[1]), num_ranks=2)
+weights = [("first", torch.ones(3)), ("second", torch.ones(2, 2, dtype=torch.bfloat16))]
+for rank in range(2):
+    alike.tell_weights(Seat(page, rank), weights)
+    weights[1][1].t()[0, 1] += 1
+unpickling.refuse("state", {"rng": torch.zeros(4, dtype=torch.uint8)})
+assert alike.digest([torch.ones(2), torch.tensor(7)]) != alike.digest([torch.ones(2), torch.tensor(8)])
+print(alike.differing(page, weights))
+"""
+
+
+def test_what_several_ranks_say_of_themselves_needs_no_numpy(tmp_path):
+    """
+    torch does not bring it, and the library needs torch alone: batches, weights and what is looked through for pickles.
+    """
+    words = [sys.executable, "-W", "ignore", "-c", WITHOUT_NUMPY, str(tmp_path / "page")]
+
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+    assert ("second\n", "", 0) == (done.stdout, done.stderr, done.returncode)
 
 
 SAMPLERS = {
