@@ -23,9 +23,8 @@ from vramfarm.arenas import Arenas
 from vramfarm.orders import Orders, say
 from vramfarm.protocol import ControlPage, Reason, Slot, Word
 
-ALGORITHM: Final = "crc32"
 FROZEN: Final = "frozen"  # in the manifest's state
-_BUSY_S: Final = 0.005
+BUSY_S: Final = 0.005  # between two looks at what comes soon
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class Committer:
                     is_told = True
                     self._page.set_error(why := late(self._page, step, rank))
                     say(why)
-                time.sleep(_BUSY_S)
+                time.sleep(BUSY_S)
             yield staged.memory[: staged.window_bytes]
             self._page.put(rank, Slot.WINDOWS_TAKEN, number + 1)
 
@@ -284,7 +283,7 @@ class Committer:
             attempt=self._orders.attempt,
             world_size=len(staged),
             written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            algorithm=ALGORITHM,
+            algorithm=protocol.ALGORITHM,
             shards=shards,
             contents=tuple(staged[0].state.get("contents", ())),
             reason=reason.name.lower(),

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from vramfarm.protocol import MAX_NUMBER
 from vramfarm.rng import mix
 from vramfarm.typed import StateError
 
@@ -44,7 +45,9 @@ class Position:
     @classmethod
     def parse(cls, saved: Mapping[str, Any]) -> Position:
         """Return what `dump` gave; `StateError` for anything else."""
-        if saved.keys() != cls().dump().keys() or not all(type(n) is int and n >= 0 for n in saved.values()):
+        if saved.keys() != cls().dump().keys() or not all(
+            type(n) is int and 0 <= n < MAX_NUMBER for n in saved.values()
+        ):
             raise StateError(f"the checkpoint's position in the data makes no sense: {str(saved)[:80]}")
         return cls(**saved)
 

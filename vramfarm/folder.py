@@ -105,13 +105,17 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     Make the shards in `temporary` a checkpoint: all of it is durable, or nothing is there.
 
     `UnsyncedError`: it is there, and all but its name is durable. It stays, since any start goes on from it.
-    `ValueError`: its manifest would be too large to be read.
+    `ValueError`: no reader would take its manifest.
     """
     raw = protocol.dump_manifest(manifest)
     if len(raw) > protocol.MAX_MANIFEST_BYTES:  # of more than 4 TB: no reader needs the second list
         raw = protocol.dump_manifest(replace(manifest, shards=tuple(replace(s, crc64nvme=()) for s in manifest.shards)))
     if len(raw) > protocol.MAX_MANIFEST_BYTES:
         raise ValueError(_too_large(manifest, len(raw)))
+    try:
+        protocol.parse_manifest(raw)  # as every reader does: what is committed can be resumed from
+    except protocol.ProtocolError as error:
+        raise ValueError(f"no start could go on from it: {error}") from error
     _write(temporary / protocol.MANIFEST, raw)
     sync_folder(temporary)
     final = temporary.with_name(manifest.ref.name)

@@ -23,7 +23,6 @@ from vramfarm.image import ImageError, Placed
 from vramfarm.staging import TORCH_DTYPES, as_tensor
 from vramfarm.streaming import DamagedError, Run, Source
 
-_ALGORITHM = "crc32"
 _CHUNK = protocol.CHUNK_BYTES
 
 __all__ = ["DamagedError", "Reader"]
@@ -91,8 +90,10 @@ class Reader:
 
     def __init__(self, stored: Stored) -> None:
         self.manifest = stored.manifest
-        if self.manifest.algorithm != _ALGORITHM:
-            raise DamagedError(f"{stored.path.name}: expected {_ALGORITHM} checksums, got {self.manifest.algorithm!r}")
+        if self.manifest.algorithm != protocol.ALGORITHM:
+            raise DamagedError(
+                f"{stored.path.name}: expected {protocol.ALGORITHM} checksums, got {self.manifest.algorithm!r}"
+            )
         self._parts: dict[str, list[_Part]] = {}
         self._queue: dict[Source, list[Run]] = defaultdict(list)
         with ThreadPoolExecutor(streaming.num_readers()) as pool:

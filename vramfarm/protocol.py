@@ -61,6 +61,9 @@ SAVER_LOCK: Final = ".saver.lock"  # flock held by the one saver that writes int
 CHUNK_BYTES: Final = 8 << 20
 ALGORITHM: Final = "crc32"  # of the chunks; `zlib.crc32`
 MAX_SHARDS: Final = 65_536
+MAX_NUMBER: Final = (
+    1 << 62
+)  # what counts steps, attempts and lineages stays below it: more would not fit a word of the page
 MAX_MANIFEST_BYTES: Final = (
     16 << 20
 )  # enough for 10 TB, for 4 with both lists; hostile JSON of this size takes half a GB to read
@@ -256,7 +259,7 @@ def _expect(ok: bool, where: str, expected: str, found: object) -> None:  # noqa
 
 def _whole(fields: dict[str, Any], name: str) -> int:
     value = fields.get(name)
-    _expect(type(value) is int and 0 <= value < 1 << 63, name, "a whole number", value)
+    _expect(type(value) is int and 0 <= value < MAX_NUMBER, name, f"a whole number below {MAX_NUMBER}", value)
     return int(value)  # type: ignore[arg-type]  # checked above
 
 

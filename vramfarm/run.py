@@ -161,6 +161,8 @@ def candidates(directory: Path) -> list[Stored]:
 def choose(directory: Path, resume: str) -> Choice:
     """Decide without a supervisor where to begin. Pure but for looking at the folder."""
     found = candidates(directory)
+    for stored in found:
+        _expect_sane(stored)
     newest = found[0].manifest if found else None
     lineage = newest.lineage if newest else 0
     attempt = 1 + max((s.manifest.attempt for s in found if s.manifest.lineage == lineage), default=0)
@@ -177,6 +179,17 @@ def choose(directory: Path, resume: str) -> Choice:
     return Choice(None, 0, 1)
 
 
+def _expect_sane(stored: Stored) -> None:
+    """`ResumeError` where what comes after it could soon not be counted: no training was there, but somebody's hand."""
+    ref = stored.manifest.ref
+    for name, number in (("lineage", ref.lineage), ("step", ref.step), ("attempt", ref.attempt)):
+        if number >= protocol.MAX_NUMBER // 2:
+            raise ResumeError(
+                f"{stored.path}: {protocol.MANIFEST}: {name}: {number} is more than any training comes to, and would count before all others; "
+                "move that folder away"
+            )
+
+
 def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) -> Choice:
     """Going back to an older checkpoint begins a new lineage, so that its future counts as newer."""
     path = path.absolute()
@@ -189,6 +202,7 @@ def _choose_path(path: Path, found: list[Stored], lineage: int, attempt: int) ->
     stored = folder.read(path)
     if isinstance(stored, str):
         raise ResumeError(f"{_RESUME}; {path}: {stored}")
+    _expect_sane(stored)
     if not found or found[0].manifest.ref == stored.manifest.ref:
         return Choice(path, max(lineage, stored.manifest.lineage), attempt)
     return Choice(path, lineage + 1, 1)

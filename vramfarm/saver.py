@@ -24,7 +24,7 @@ if __name__ == "__main__":  # last: nothing beside the package may shadow the st
 from vramfarm import agreement, folder, protocol
 from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.arenas import Arenas
-from vramfarm.committing import ApartError, Committer, SaveError, frozen_in, late
+from vramfarm.committing import BUSY_S, ApartError, Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
 from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
 from vramfarm.tending import DIED
@@ -36,7 +36,6 @@ FINAL_TRIES: Final = 3
 LAUNCHER_S: Final = 5.0  # to end the others when a rank is dead, before we do
 LOCK_PATIENCE_S: Final = 60.0  # of ranks that are done and wait for their last save
 _IDLE_S: Final = 0.02
-_BUSY_S: Final = 0.005
 _SOON_S: Final = 0.001
 _T = TypeVar("_T")
 
@@ -96,7 +95,7 @@ class Saver:
         if self._save is None:
             return _IDLE_S
         page, ranks = self._page, range(self._page.num_ranks)
-        return _SOON_S if any(page.get(rank, Slot.ARENA_STATE) == Arena.FILLING for rank in ranks) else _BUSY_S
+        return _SOON_S if any(page.get(rank, Slot.ARENA_STATE) == Arena.FILLING for rank in ranks) else BUSY_S
 
     # ---------------------------------------------------------------- a turn
 
@@ -182,7 +181,7 @@ class Saver:
         page[Word.DECISION] = Decision.PROPOSED  # before the step: no rank may see it with an old decision
         page[Word.REASON] = reason
         page[Word.PROPOSED_STEP] = step
-        time.sleep(_BUSY_S)  # every store of a rank that did not see the proposal is visible now
+        time.sleep(BUSY_S)  # every store of a rank that did not see the proposal is visible now
         agreed = final or agreement.is_agreed(step, self._arenas.look())
         self._ahead = agreement.next_ahead(self._ahead, agreed=agreed)
         if not agreed:
@@ -381,7 +380,7 @@ class Saver:
     def _patiently(self, call: Callable[..., _T], *arguments: Any) -> _T:  # noqa: ANN401  # whatever it takes
         """Have something done that waits for a disk. However long it takes, the ranks see that we live."""
         job = self._disk.submit(call, *arguments)
-        while not wait([job], timeout=_BUSY_S).done:
+        while not wait([job], timeout=BUSY_S).done:
             self._beat()
         return job.result()
 

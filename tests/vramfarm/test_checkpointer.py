@@ -497,6 +497,11 @@ SENSELESS = {
         {"now": 1, "all": [[{}, None]]},
         "the checkpoint's places in the data make no sense: ",
     ),
+    "samples": (
+        ("shared", "position", "samples"),
+        1 << 62,
+        "the checkpoint's position in the data makes no sense: ",
+    ),
     "models": (("shared", "models"), 1, "no rank writes this: TypeError('expected values by name, got 1')"),
     "all": (("shared",), [1], "no rank writes this: TypeError("),
     "nothing": ((), None, "no rank writes this: TypeError("),
@@ -1027,6 +1032,37 @@ def test_the_newest_checkpoint_is_never_pruned(tmp_path):
     folder.prune(tmp_path / "checkpoints", 0)
 
     assert [2] == [stored.manifest.step for stored in folder.committed(tmp_path / "checkpoints")]
+
+
+def test_what_no_reader_would_take_is_not_committed(tmp_path):
+    """
+    For whatever reason: a save that failed, and says why, is better than one that every start passes over.
+    """
+    shards = (protocol.Shard("shard", 0, ()),)
+    manifest = protocol.Manifest("job", 0, 5, "0123abcd", protocol.MAX_NUMBER, 1, "", protocol.ALGORITHM, shards)
+    temporary = tmp_path / f"{protocol.TEMPORARY}00000005-0123abcd"
+    temporary.mkdir()
+    (temporary / "shard").touch()
+
+    with pytest.raises(ValueError, match=r"no start could go on from it: MANIFEST.json: attempt: .* below"):
+        folder.commit(temporary, manifest)
+
+    assert [temporary] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lineage", "attempt", "step"])
+def test_numbers_that_leave_no_room_to_count_on_are_refused_at_the_start(tmp_path, name):
+    """
+    What would be saved after them nobody could read. The line says which folder is in the way.
+    """
+    train(tmp_path, 2)
+    path, most = newest(tmp_path).path, protocol.MAX_NUMBER - 1
+    fields = json.loads((path / protocol.MANIFEST).read_bytes()) | {name: most}
+    (path / protocol.MANIFEST).write_text(json.dumps(fields))
+    path = path.rename(path.with_name(f"step-{most}-{fields['id']}")) if name == "step" else path
+
+    with pytest.raises(ResumeError, match=rf"{path}: MANIFEST.json: {name}: {most} is more than .* move that folder"):
+        Checkpointer(nn.Linear(1, 1), dir=tmp_path / "checkpoints")
 
 
 def test_large_arrays_are_in_the_shards(tmp_path):

@@ -11,7 +11,7 @@ from vramfarm import protocol
 from vramfarm.protocol import ControlPage, EndRecord, Manifest, ProtocolError, Ref, Shard, Slot, Word
 
 SIZES = st.integers(1, 5 * protocol.CHUNK_BYTES)
-NUMBERS = st.integers(0, 2**63 - 1)
+NUMBERS = st.integers(0, protocol.MAX_NUMBER - 1)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
