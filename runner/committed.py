@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from vramfarm.protocol import Ref
+
+# Every lineage took a launch. What claims a later one was not made by a run, and would be the newest for ever.
+MAX_LINEAGE: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,16 +126,20 @@ def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> 
     """What `take` makes of the newest whose every byte is right; which ones were not is told."""
     from runner.storage.offsite import OffsiteError  # noqa: PLC0415  # slow
 
-    newest, *older = found
+    *newer, oldest = found
+    for candidate in newer:
+        try:
+            return take(candidate)
+        except OffsiteError as error:  # noqa: PERF203  # each may fail
+            if not error.damaged:
+                raise
+            note(f"passed over: {candidate.ref.name}: {error}")
     try:
-        return take(newest)
+        return take(oldest)
     except OffsiteError as error:
-        if not (error.damaged and older):
-            if error.damaged and newest.older:  # a refusal has its own cure
-                error.hint = f"this one is damaged; the next older is {newest.older}"
-            raise
-        note(f"passed over: {newest.ref.name}: {error}")
-        return first_whole(older, take)
+        if error.damaged and oldest.older:  # a refusal has its own cure
+            error.hint = f"this one is damaged; the next older is {oldest.older}"
+        raise
 
 
 def expect_run(address: Address, run: StoredRun, survey: Survey) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 
+from runner.committed import MAX_LINEAGE
 from runner.facts import (
     FULL_BYTES,
     Conclusion,
@@ -291,6 +292,15 @@ def _next_attempt(job: Job, history: History, seen: Observed) -> Action:
     return (_open_again(job, seen) if isinstance(launch, Launch) else None) or launch
 
 
+def _expect_lineage(lineage: int, job: Job, seen: Observed) -> Action | None:
+    """What is saved in one that nobody believes would be no checkpoint: nothing is trained in vain."""
+    if lineage <= MAX_LINEAGE:
+        return None
+    newest = max(c.ref for c in (*seen.local, *(seen.offsite or ())))
+    what = f"{newest.name}: its manifest claims lineage {newest.lineage}, and none can come after that"
+    return refuse(Outcome.STORE, f"{what}; remove it, here and in the store, if no run of yours made it", job, seen)
+
+
 def _open_again(job: Job, seen: Observed) -> Action | None:
     """A machine that vanishes must not leave behind that the run is over: that is taken back before it trains."""
     over = seen.concluded_elsewhere
@@ -311,7 +321,7 @@ def _fetch(job: Job, seen: Observed, ref: Ref) -> Action:
 
 def _fork(job: Job, seen: Observed, plan: Fork) -> Action:
     """The first checkpoint is that of another run; without it there is nothing to train from."""
-    return _bring(TaskKind.FORK, f"{plan.lineage} {plan.place}", job, seen)
+    return _expect_lineage(plan.lineage, job, seen) or _bring(TaskKind.FORK, f"{plan.lineage} {plan.place}", job, seen)
 
 
 def _bring(kind: TaskKind, subject: str, job: Job, seen: Observed) -> Action:
@@ -336,6 +346,8 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
             f"checkpoints exist and none can be used ({', '.join(lost[:_A_FEW])}{more}); --start-over begins at step 0"
         )
         return refuse(Outcome.STORE, reason, job, seen)
+    if no_lineage := _expect_lineage(plan.lineage, job, seen):
+        return no_lineage
     needed = seen.preflight.env if seen.preflight else {}
     origin = next((c.origin for c in seen.local if c.ref == plan.ref), "")
     return Launch(history.next_number, plan.ref, plan.lineage, {**needed, **env}, origin)

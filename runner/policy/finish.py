@@ -19,6 +19,7 @@ from runner.policy.slow import (
     may_write,
 )
 
+NOT_SAVED = "end_not_saved"  # label of a failure: training is done, and its last state is in no checkpoint
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _NO_TIME = "there was no time"
 _CURE = "run it again there: it copies them and trains nothing"
@@ -66,9 +67,15 @@ def after_the_end(job: Job, history: History, seen: Observed) -> Action:
     return End(
         code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
         stop=wish is AtEnd.STOP,
-        keep=bool(seen.only_here or untold) or only_here,
+        keep=bool(seen.only_here or untold) or only_here or _ended_unsaved(history),
         reason=f"{conclusion.reason}, but {missing}" if missing else conclusion.reason,
     )
+
+
+def _ended_unsaved(history: History) -> bool:
+    """What the last attempt wrote may still be in the folder, under a name that nobody takes for a checkpoint's."""
+    found = history.last.diagnosis if history.last else None
+    return found is not None and found.label == NOT_SAVED
 
 
 def tell_missing(job: Job, history: History, seen: Observed) -> str:

@@ -1,10 +1,10 @@
 """The whole life of a job, as one decision. The phases are read in the order in which `decide` asks for them."""
 
-from runner.facts import Attempt, Ending, Exit, History, Observed, Outcome
+from runner.facts import Attempt, Decision, Diagnosis, Ending, Exit, History, Observed, Outcome
 from runner.job import Job
 from runner.policy.actions import Accept, Action, GoOn, RecordExit, TrimLogs
 from runner.policy.between import between_attempts
-from runner.policy.finish import after_the_end
+from runner.policy.finish import NOT_SAVED, after_the_end
 from runner.policy.house import commit_last, set_aside_spoilt
 from runner.policy.limits import limit_at
 from runner.policy.live import while_live
@@ -55,19 +55,50 @@ def _record_exit(history: History, attempt: Attempt, seen: Observed) -> RecordEx
     cut = _cut_short(seen) if exit_.code == 0 and not seen.end and not asked else ""
     if cut:
         return RecordExit(Ending.FAILED, exit_, max(seen.progress.step, attempt.step), cut, None)
-    if (seen.end and seen.end.kind == "done") or (not seen.end and not asked and exit_.code == 0):
+    unsaved = _diagnose_unsaved(attempt, seen)
+    if unsaved:
+        ending = Ending.FAILED
+    elif (seen.end and seen.end.kind == "done") or (not seen.end and not asked and exit_.code == 0):
         ending = Ending.SUCCEEDED
     elif asked or seen.end:
         ending = Ending.INTERRUPTED
     else:
         ending = Ending.FAILED
     step = max(seen.progress.step, seen.end.step if seen.end else 0, attempt.step)
-    if attempt.killed and ending is not Ending.SUCCEEDED and (exit_.code is None or exit_.code < 0):
+    if attempt.killed and ending is not Ending.SUCCEEDED and not unsaved and (exit_.code is None or exit_.code < 0):
         return RecordExit(ending, exit_, step, f"the runner killed it: {attempt.killed}", None)
     is_as_asked = asked and not seen.end  # by SIGTERM, and that is no error
-    diagnosis = None if ending is Ending.SUCCEEDED or is_as_asked else seen.diagnosis
+    diagnosis = unsaved or (None if ending is Ending.SUCCEEDED or is_as_asked else seen.diagnosis)
     reason = diagnosis.summary if diagnosis else exit_.kills.describe() if exit_.kills.count else ""
     return RecordExit(ending, exit_, step, reason, diagnosis)
+
+
+def _diagnose_unsaved(attempt: Attempt, seen: Observed) -> Diagnosis | None:
+    """
+    Done is what was saved. A final checkpoint that was set aside since, or that nobody can read, is a failure, and
+    one that comes back is the job's end: the folder stays for a person.
+    """
+    if seen.end is None or seen.end.kind != "done" or not seen.end.step:
+        return None
+    ours = [c.ref for c in seen.local if c.ref.lineage == attempt.lineage or c.ref == attempt.resume]
+    newest = max((ref.step for ref in ours), default=None)
+    if newest is not None and newest >= seen.end.step:
+        return None
+    found = "there is none of it" if newest is None else f"the newest of it is of step {newest}"
+    what = f"training says that it is done at step {seen.end.step}, and its last checkpoint is not there: {found}"
+    return Diagnosis(
+        label=NOT_SAVED,
+        category="checkpoint",
+        rank=None,
+        primary_line="",
+        primary_line_no=None,
+        cause="the final state is in no checkpoint that can be used",
+        remedy="vramfarm-runner checkpoints verify says what is in the folder and is none",
+        decision=Decision.RESUME,
+        env={},
+        confidence="high",
+        summary=what,
+    )
 
 
 def _cut_short(seen: Observed) -> str:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from runner.committed import Checkpoint
+from runner.committed import MAX_LINEAGE, Checkpoint
 from runner.errors import StoreError, one_line
 from runner.storage.disk import Disk, lstat_inside
 from vramfarm.checksum import crc32
@@ -56,13 +56,15 @@ _NUM_READERS: Final = 4
 
 
 def describe(manifest: Manifest) -> Checkpoint:
-    """The manifest as a fact; `ProtocolError` if its time, its algorithm or who wrote it makes no sense."""
+    """The manifest as a fact; `ProtocolError` if its time, lineage, algorithm or who wrote it makes no sense."""
     try:
         written_at = datetime.fromisoformat(manifest.written_at)
     except ValueError:
         raise ProtocolError(
             f"{MANIFEST}: written_at: expected an ISO date and time, got {manifest.written_at[:40]!r}"
         ) from None
+    if manifest.lineage > MAX_LINEAGE:
+        raise ProtocolError(f"{MANIFEST}: lineage: expected at most {MAX_LINEAGE}, got {manifest.lineage}")
     if manifest.algorithm != ALGORITHM:
         raise ProtocolError(f"{MANIFEST}: algorithm: expected {ALGORITHM!r}, got {manifest.algorithm[:40]!r}")
     if not re.fullmatch(_FRAMEWORK, manifest.framework):

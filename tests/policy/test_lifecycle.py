@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from runner.committed import MAX_LINEAGE
 from runner.facts import (
     Attempt,
     Checkpoint,
@@ -63,7 +64,7 @@ from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from tests.fakes import Loss
 from tests.simworld import DAMAGED, START, TURN, Elsewhere, boot, shard_bytes
-from vramfarm.protocol import Ref
+from vramfarm.protocol import EndRecord, Ref
 
 JOB = Job.model_validate({"name": "tiny", "command": "train.py", "offload": {"to": "s3://bucket/runs"}})
 HERE_ONLY = JOB.model_copy(update={"offload": Job.model_validate({"command": "x"}).offload})
@@ -1263,6 +1264,75 @@ def test_exit_0_without_the_last_save_is_no_success(told, saved, expected):
     assert isinstance(action, RecordExit)
     assert expected == action.ending
     assert action.step == told["step"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        pytest.param([Ref(3, 60, 2, "0" * 8)], Ending.SUCCEEDED, id="it is there"),
+        pytest.param([Ref(1, 60, 1, "0" * 8)], Ending.SUCCEEDED, id="it began with it"),
+        pytest.param([Ref(1, 5, 1, "0" * 8)], Ending.FAILED, id="only an older one is"),
+        pytest.param([Ref(2, 60, 1, "f" * 8)], Ending.FAILED, id="one of that step is, of another line"),
+        pytest.param([], Ending.FAILED, id="nothing is"),
+    ],
+)
+def test_done_without_a_checkpoint_of_its_last_step_is_no_success(saved, expected):
+    """
+    The saver wrote it, and nobody can read it, or it was set aside since: the server must not be stopped for that.
+    """
+    resume = Ref(1, 60, 1, "0" * 8)
+    attempt = Attempt(number=2, id="a", boot_id="b", launched_at=START, lineage=3, resume=resume)
+    history = replace(ACCEPTED, attempts=(attempt,))
+    local = tuple(replace(CHECKPOINT, ref=ref) for ref in saved)
+    seen = Observed(now=START, boot_id="b", life="l", local=local, exit=Exit(code=0), end=EndRecord("done", 60))
+
+    action = decide(JOB, history, seen)
+
+    assert isinstance(action, RecordExit)
+    assert (expected, 60) == (action.ending, action.step)
+    assert (expected is Ending.FAILED) == ("done at step 60" in action.reason)
+
+
+def test_a_run_whose_last_state_is_in_no_checkpoint_a_second_time_ends_and_keeps_its_disk():
+    """
+    To train it once more would come to the same; what was written may still be of use to a person. The older
+    checkpoint is safe in the store, and proves nothing.
+    """
+    attempt = replace(ATTEMPT, world_size=1)
+    seen = Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), offsite=(CHECKPOINT,))
+    seen = replace(seen, exit=Exit(code=0), end=EndRecord("done", 600), tasks=DONE)
+    found = decide(JOB, replace(ACCEPTED, attempts=(attempt,)), seen)
+    ended = replace(attempt, ending=found.ending, ended_at=START, step=found.step, diagnosis=found.diagnosis)
+    history = replace(ACCEPTED, attempts=(ended, replace(ended, number=2, reason=found.reason)))
+
+    over = decide(JOB, history, seen)
+
+    assert isinstance(over, Conclude)
+    assert (Outcome.GAVE_UP, True) == (over.outcome, "done at step 600" in over.reason)
+    verified = {TaskKind.VERIFY: Finished(subject=CHECKPOINT.ref.name, at=START)}
+    history = replace(history, conclusion=Conclusion(outcome=over.outcome, reason=over.reason, at=START))
+    told = {TaskKind.PUBLISH: Finished(subject=f"{over.outcome}", at=START)}
+    end = decide(JOB, history, replace(seen, tasks={**DONE, **verified, **told}))
+    assert (EXIT_CODES[Outcome.GAVE_UP], True) == (end.code, end.keep)
+
+
+@pytest.mark.parametrize(
+    ("unusable", "orders"), [((CHECKPOINT.ref.name,), 0), ((), 1)], ids=["it rolls back", "it starts over"]
+)
+def test_nothing_is_trained_that_no_lineage_is_left_for(unusable, orders):
+    """
+    A manifest may claim the last lineage there is: what is saved after it would be no checkpoint to anybody.
+    """
+    last = replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, lineage=MAX_LINEAGE))
+    older = replace(CHECKPOINT, ref=replace(CHECKPOINT.ref, step=5, id="1" * 8))
+    seen = Observed(now=START, boot_id="b", life="l", local=(older,), offsite=(older, last), tasks=DONE)
+    seen = replace(seen, unusable=frozenset(unusable), unusable_now=frozenset(unusable))
+
+    end = decide(JOB, replace(ACCEPTED, fresh_from=orders), seen)
+
+    assert isinstance(end, End)
+    assert (EXIT_CODES[Outcome.STORE], True) == (end.code, end.keep)
+    assert end.reason.startswith(f"{last.ref.name}: its manifest claims lineage {MAX_LINEAGE}")
 
 
 def test_nothing_is_uploaded_while_the_store_is_tidied():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.committed import MAX_LINEAGE
 from runner.errors import StoreError
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, pages, write_durable
@@ -143,6 +144,11 @@ def _not_json(path, outside):
     (path / MANIFEST).write_bytes(b"\xff not json")
 
 
+def _endless_lineage(path, outside):
+    fields = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**fields, "lineage": MAX_LINEAGE + 1}))
+
+
 def _deep(path, outside):
     (path / MANIFEST).write_bytes(b"[" * 200_000)
 
@@ -210,6 +216,7 @@ def _file_for_a_folder(path, outside):
         pytest.param(_deep, id="JSON that is too deep"),
         pytest.param(_other_name, id="manifest of another checkpoint"),
         pytest.param(_bad_time, id="no time"),
+        pytest.param(_endless_lineage, id="later lineage than a run can have"),
         pytest.param(_bad_path("../../outside/x"), id="path that climbs out"),
         pytest.param(_bad_path("{outside}/x"), id="absolute path"),
         pytest.param(_bad_path("\ud800"), id="path that is no text"),

@@ -13,24 +13,39 @@ from pathlib import Path
 import pytest
 import safetensors
 
+from runner.cli.shelves import Candidate, first_whole
 from runner.errors import StoreError
 from runner.storage import export as exporting
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, alone_in
 from runner.storage.export import HereSource, Wish, bf16_of_f32, export
-from runner.storage.offsite import uploading
+from runner.storage.offsite import OffsiteError, uploading
 from runner.storage.offsite.restoring import StoreSource
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.storage.examples import commit
 from vramfarm import image
 from vramfarm.image import ITEM_BYTES, Box
-from vramfarm.protocol import CHUNK_BYTES, shard_name
+from vramfarm.protocol import CHUNK_BYTES, Ref, shard_name
 
 SAVE_AND_LOAD = Path(__file__).with_name("export_and_load.py")
 
 
 def ignore(fraction, note):
     """Where nobody asks for progress."""
+
+
+def test_any_number_of_damaged_checkpoints_is_passed_over():
+    """
+    A folder that somebody filled with them does not hide the one that is whole.
+    """
+    found = [Candidate(Ref(1, step, 1, f"{step:08x}"), None, None) for step in range(2000, 0, -1)]
+
+    def take(candidate):
+        if candidate.ref.step > 1:
+            raise OffsiteError("other bytes", final=True, damaged=True)
+        return candidate
+
+    assert found[-1] == first_whole(found, take)
 
 
 def shards_of(tensors, num_ranks, dice):
