@@ -396,7 +396,7 @@ def _is_local(env: Mapping[str, str]) -> bool:
 
 
 def _try_store(mission: Mission) -> StoreTrial:
-    """Put, look, delete. What fails because the store is away is the survey's to tell."""
+    """Put, read, list, delete. What fails because the store is away is the survey's to tell."""
     store = open_store(mission.job.offload, mission.env)
     folder = f"{mission.job.name}/{PREFLIGHT}"
     abilities = store.probe()
@@ -407,6 +407,7 @@ def _try_store(mission: Mission) -> StoreTrial:
         list(pool.map(lambda key: store.put(key, sample), keys))
     rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
     try:
+        _expect_back(store, keys[0], sample)
         missing_rights = store.find_missing_rights(folder)
         entries = list(store.list(folder))
     except OffsiteError:
@@ -424,6 +425,18 @@ def _try_store(mission: Mission) -> StoreTrial:
         missing_rights=missing_rights,
         skew_s=(modified - asked_at).total_seconds(),
     )
+
+
+def _expect_back(store: Store, key: str, sample: bytes) -> None:
+    """A run reads its lease and its journal at once, and its checkpoints on the next machine."""
+    found = store.get(key)
+    if found != sample:
+        size = "none" if found is None else f"{len(found)} bytes, other ones"
+        raise OffsiteError(
+            f"{store.address}/{key}: expected the {len(sample)} bytes that were just written, found {size}",
+            hint="what this store gives back cannot be used: ask its owner, or name another one in offload.to",
+            final=found is not None,  # it may come late
+        )
 
 
 def _can_delete(store: Store, keys: Iterable[str]) -> bool:

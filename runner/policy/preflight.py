@@ -131,7 +131,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         "Mount a volume at /workspace, or a larger one. Or set a smaller keep_last, or a longer save_interval.",
     ),
     "store": Check(
-        "Whether objects can be written to the store, read back and deleted; whether it refuses to replace an existing object; its clock; the rate of an upload.",
+        "Whether objects can be written to the store, read back (the same bytes), listed and deleted; by which checksums it confirms copies; whether it refuses to replace an existing object; its clock; the rate of an upload.",
         "Use credentials that may delete. Set a longer save_interval if the rate is too low.",
     ),
     "software": Check(
@@ -412,7 +412,9 @@ def judge_store_place(job: Job, server: Server | None, *, shares_disk: bool, is_
 
 def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Finding, ...]:
     """What will fail with the first checkpoint is better known now."""
-    found = []
+    done = ", ".join(("written", "read back", *(("deleted",) if trial.deletes else ())))
+    words = (f"{trial.address}: {done}", _rate(trial.rate) if trial.rate else "", trial.confirms)
+    found = [ok("store", "; ".join(filter(None, words)))]
     if not trial.deletes:
         hint = "the store fills up; let these credentials delete, or remove old checkpoints yourself"
         found.append(warn("store", f"{trial.address} does not let us delete: old checkpoints stay", hint))
@@ -433,9 +435,6 @@ def judge_store(trial: StoreTrial, job: Job, checkpoint: int | None) -> tuple[Fi
         found.append(warn("store", message, "stores refuse requests from 15 minutes on: tell support"))
     if trial.rate:
         found += _too_slow("store", "takes", trial.rate, job, checkpoint)
-    if not found:
-        confirms = f"; {trial.confirms}" if trial.confirms else ""
-        found.append(ok("store", f"{trial.address}: written, read back, deleted; {_rate(trial.rate or 0)}{confirms}"))
     return tuple(found)
 
 

@@ -251,7 +251,7 @@ def test_the_store_is_too_slow_in_the_articles_manner():
     """
     What is needed, and what there is.
     """
-    (one,) = preflight.judge_store(StoreTrial(address="s3://b", rate=31e6), BIG, 92 * 10**9)
+    _, one = preflight.judge_store(StoreTrial(address="s3://b", rate=31e6), BIG, 92 * 10**9)
 
     assert "a 92 GB checkpoint every 15 min needs 102 MB/s; the store takes 31 MB/s" == one.message
     assert "checkpoint.save_interval: 50m or more" == one.hint
@@ -282,6 +282,17 @@ def test_a_store_is_judged(trial, words):
 
     assert len(words) == len(odd)
     assert all(word in message for word, message in zip(words, odd, strict=True))
+
+
+def test_what_a_store_confirms_is_said_beside_what_it_does_not_let_us():
+    """
+    Whoever reads a warning still wants to know how copies are compared there; nothing is called deleted that stays.
+    """
+    trial = StoreTrial(address="s3://b", rate=500e6, deletes=False, confirms="it confirms the CRC32 of whole files")
+
+    told = [one.message for one in preflight.judge_store(trial, BIG, 92 * 10**9) if one.severity is Severity.OK]
+
+    assert ["s3://b: written, read back; 500 MB/s; it confirms the CRC32 of whole files"] == told
 
 
 DISKS = {

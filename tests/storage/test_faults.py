@@ -1,13 +1,18 @@
 """What a network and a store can do to a transfer: a real S3 server behind a proxy that breaks things."""
 
 import os
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
 
 import pytest
+from botocore.exceptions import ClientError
 
-from runner.job import OffloadPolicy
+from runner import preflight
+from runner.facts import Severity
+from runner.job import Job, OffloadPolicy
+from runner.preflight import Mission
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk
@@ -21,6 +26,7 @@ from runner.storage.offsite import (
     tidying,
     uploading,
 )
+from runner.storage.offsite.cures import plain_words
 from runner.storage.offsite.s3 import NUM_THREADS, PART_CHUNKS, S3Store, _Window
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server
@@ -314,3 +320,47 @@ def test_silence_is_noticed(proxy, s3_offload, s3server):
 
     assert not caught.value.final
     assert time.monotonic() - started < 40
+
+
+@pytest.mark.parametrize(
+    ("operation", "answer", "cure"),
+    [
+        ("GetObject", (403, "AccessDenied"), "the key may not do this: check its rights"),
+        ("PutObject", (405, "MethodNotAllowed"), "is offload.endpoint one of S3"),
+        ("PutObject", (400, "InvalidRequest"), "its own log says"),
+    ],
+)
+def test_preflight_tries_what_a_run_needs_and_names_the_cure(  # noqa: PLR0917
+    operation, answer, cure, proxy, s3_offload, s3server, tmp_path
+):
+    """
+    A run reads its lease two seconds after its start: a key that may only write is no "go". Nothing stays behind.
+    """
+    fault = proxy.add(operation=operation, answer=answer)
+    to = f"{s3_offload.to}/tried"
+    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint, "to": to})
+    job = Job.model_validate({"command": "train.py", "offload": offload.model_dump()})
+    mission = Mission(
+        job=job, python=sys.executable, num_procs=1, num_cards=0, run_dir=tmp_path, workdir=tmp_path, env=s3server.env
+    )
+
+    (told,) = preflight._caught("store", lambda: preflight._store(mission))
+
+    assert Severity.REFUSE is told.severity, told
+    assert cure in told.hint, told
+    assert fault.taken
+    assert [] == list(S3Store(offload.model_copy(update={"endpoint": s3server.endpoint}), s3server.env).list(""))
+
+
+@pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable", "503"])
+def test_a_busy_store_has_a_cure_and_is_asked_again(code):
+    """
+    A cure does not make an error one that nobody asks again after.
+    """
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 503}}
+
+    with pytest.raises(OffsiteError) as caught, plain_words("s3://b/key"):
+        raise ClientError(answer, "PutObject")
+
+    assert not caught.value.final
+    assert "it is asked again" in caught.value.hint

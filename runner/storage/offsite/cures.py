@@ -63,6 +63,15 @@ _HINTS: Final[Mapping[str, str]] = {
     "400": "S3 says why, and this does not: is offload.endpoint one of S3, and is it https there?",
     "NotImplemented": "this server cannot do what is needed: write, list, read and delete of plain objects, and parts",
 }
+_BUSY: Final = "the store is busy or down: it is asked again; if it stays so, ask its owner"
+_WORDS: Final[Mapping[str, str]] = {  # a cure, too, which says nothing of whether trying again helps
+    "405": "this place takes no objects: is offload.endpoint one of S3, and not a page of it, or a copy for readers?",
+    "InvalidRequest": "the store says what it misses in this request, its own log says more; is offload.endpoint one of S3?",
+    "SlowDown": "too many requests at once: it is asked again, more slowly; if it stays so, ask the store's owner for a higher rate",
+    "502": _BUSY,
+    "503": _BUSY,
+    "504": _BUSY,
+}
 _CURABLE_STATUS: Final = frozenset({401, 403, 507})  # whoever says no may say yes tomorrow, or to a new key
 _CURABLE: Final = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "InvalidIdentityToken"}
@@ -191,9 +200,10 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     if hint == _REGION_HINT and region:
         hint = f"{hint} to {_said(region)}"
     final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
-    hint = hint or (_ILL if code == "InternalError" else "")
+    of_object = final and not (hint or curable)
+    hint = _WORDS.get(code) or hint or (_ILL if code == "InternalError" else _WORDS.get(str(status), ""))
     what = f"{where}: the store answered {status} {_said(code)}: {said}"
-    return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=final and not (hint or curable))
+    return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=of_object)
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:
