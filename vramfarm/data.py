@@ -266,6 +266,7 @@ class SkippingFeed:
         self._seed = seed
         self._own = (world.rank,) if _draws_alone(loader) else ()
         self._saved = saved
+        self.note += self._what_comes_again(saved)
 
     def rest_of_epoch(self, position: Position) -> Iterator[Any]:
         for thing in (self._loader, *(getattr(self._loader, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
@@ -276,7 +277,7 @@ class SkippingFeed:
         with rng.others(mix(self._seed, position.epoch, *self._own)), self._seeding(position.epoch):
             _draw_as_a_start_does(_inner(self._loader))
             batches = iter(self._loader)
-            first = list(_take(batches, ahead))[skip:]
+            first = list(itertools.islice(_take(batches, ahead), skip, None))  # one at a time: there may be many
         return itertools.chain(first, batches)
 
     @contextlib.contextmanager
@@ -303,15 +304,38 @@ class SkippingFeed:
         """
         saved, self._saved = self._saved, None
         if saved is not None:
-            position.batches = self._batches_behind(position, saved)
+            begin = self._begin_at(position, saved)
+            position.batches, position.cursor = begin.batches, begin.cursor
         return position.batches, max(position.batches, 1)
 
-    def _batches_behind(self, position: Position, saved: Saved) -> int:
-        """Where batches have another size now they are as many as the samples need."""
+    def _begin_at(self, position: Position, saved: Saved) -> Position:
+        """
+        Return where this loader can go on: behind whole batches of all ranks that are here now.
+
+        Where batches have another size now they are as many as the samples need. What they do not cover comes again; nothing is
+        left out.
+        """
         before, now = saved.order.batch_size or 1, self.order.batch_size or 1
-        is_counted = position.cursor == position.batches * before * saved.world_size  # else a batch has other parts
-        sizes = (before, now) if is_counted else (1, 1)
-        return position.batches * saved.world_size * sizes[0] // (self._world.size * sizes[1])
+        if self._is_over(position):
+            return replace(position, batches=-(-position.cursor // (self._world.size * now)))
+        if position.cursor != position.batches * before * saved.world_size:  # a batch has other parts
+            before = now = 1
+        behind, each = position.batches * saved.world_size * before, self._world.size * now
+        batches = behind // each
+        cursor = position.cursor * batches * each // behind if behind else position.cursor
+        return replace(position, batches=batches, cursor=cursor)
+
+    def _is_over(self, position: Position) -> bool:
+        """Whether the epoch was gone through, where a sampler gives each sample of a dataset once."""
+        size, sampler = self.order.size, getattr(_inner(self._loader), "sampler", None)
+        if size is None or position.cursor < size or not isinstance(sampler, Sized):
+            return False
+        return len(sampler) == -(-size // self._world.size)
+
+    def _what_comes_again(self, saved: Saved | None) -> str:
+        """Say how many samples come again, because they fill no batch of all ranks that are here now."""
+        again = 0 if saved is None else saved.position.cursor - self._begin_at(saved.position, saved).cursor
+        return f"; {again} of them come again, which fill no batch on every rank here" if again else ""
 
     def count(self, batch: Any, position: Position) -> int:  # noqa: ANN401, ARG002  # the batch knows
         return batch_length(batch) * self._world.size
@@ -387,6 +411,7 @@ class StatefulFeed(StreamFeed):
         self._restored = None if saved is None else saved.loader_state
         if saved is not None and self._restored is None:
             self.note = "by skipping batches: the checkpoint has no state of the loader's own, or one of another number of ranks"
+            self.note += self._what_comes_again(saved)
         elif self._restored is not None:
             self.order = replace(self.order, seed=None)  # it is in the state
             inner, again, self._ended = _unwrapped(self._restored)
@@ -395,7 +420,10 @@ class StatefulFeed(StreamFeed):
 
     def _plan(self, position: Position) -> tuple[int, int]:
         is_restored, self._has_begun = self._restored is not None and not self._has_begun, True
+        cursor = position.cursor
         skip, ahead = super()._plan(position)
+        if is_restored:
+            position.cursor = cursor  # it knows by itself where it is
         return (0, int(skip == 0 or _draws_alone(self._loader))) if is_restored else (skip, ahead)
 
     def state(self) -> Any:  # noqa: ANN401  # see Feed

@@ -281,7 +281,55 @@ def test_a_loader_with_a_state_of_its_own_keeps_it():
 
     assert 4 == next(same.rest_of_epoch(Position(**position.dump()))).item()
     assert 2 == next(other.rest_of_epoch(Position(**position.dump()))).item()
-    assert ("own state", "another number of ranks") == (same.note[-9:], other.note[-23:])
+    assert "by the loader's own state" == same.note
+    assert "another number of ranks; 1 of them come again" in other.note
+
+
+class Own(DataLoader):
+    """Does something of its own to each batch."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def all_ranks(dataset, world_size, num_batches, batch_size, saved=None):
+    """The samples of so many batches on each rank, where that ended, and what is said of the beginning."""
+    seen = []
+    for rank in range(world_size):
+        sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=3)
+        loader = Own(dataset, batch_size=batch_size, sampler=sampler)
+        feed, position = data.feed(loader, World(rank, world_size), 0, saved), Position()
+        if saved is not None:
+            position = Position(**saved.position.dump())
+        for (batch,) in itertools.islice(feed.rest_of_epoch(position), num_batches):
+            seen += batch.tolist()
+            position.advance(len(batch) * world_size)
+    return seen, Saved(position, world_size, None, feed.order), feed.note
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "batch_sizes", "num_batches", "again"),
+    [
+        pytest.param(240, (2, 3), (4, 4), 20, 4, id="some come again"),
+        pytest.param(240, (1, 4), (4, 4), 3, 12, id="the whole beginning"),
+        pytest.param(240, (4, 2), (4, 4), 5, 0, id="fewer ranks, exactly"),
+        pytest.param(240, (1, 1), (4, 3), 5, 2, id="another batch size"),
+        pytest.param(24, (2, 4), (4, 4), 3, 0, id="the epoch was over"),
+        pytest.param(20, (2, 1), (4, 2), 3, 0, id="over, with a short batch at its end"),
+    ],
+)
+def test_samples_that_come_again_on_another_number_of_ranks_are_counted(length, ranks, batch_sizes, num_batches, again):
+    """
+    A loader whose order is its own goes on by whole batches of all ranks: the report says what that repeats, and nothing is left out.
+    """
+    dataset = numbers(length)
+    before, saved, _ = all_ranks(dataset, ranks[0], num_batches, batch_sizes[0])
+    after, ended, note = all_ranks(dataset, ranks[1], length, batch_sizes[1], saved)
+
+    assert set(range(length)) == {*before, *after}
+    assert again == len(set(before) & set(after))
+    assert (f"{again} of them come again" in note) == (again > 0)
+    assert length == ended.position.cursor
 
 
 @given(
