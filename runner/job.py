@@ -216,7 +216,7 @@ class PathSource(Model):
 
 class ArchiveSource(Model):
     archive: str = Field(
-        description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip` file: its path, or an https:// or s3:// address."
+        description="A `.tar`, `.tar.gz`, `.tar.zst` or `.zip` file: its path, or an https:// or s3:// address; what comes from a store is compared with the checksum that it reports."
     )
 
 

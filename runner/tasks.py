@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 Progress = Callable[[float, str], None]
 Arguments = Mapping[str, Any]
 
-_PIECE_BYTES: Final = 8 << 20
 _A_FEW: Final = 4
 _MAX_FOLLOWED: Final = 1000  # places; files in others are taken for missing, and a disk is kept for nothing
 _SHOWN: Final = 150  # of each end of a line about one file
@@ -142,20 +141,16 @@ def setup(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def _fetched(source: Source, arguments: Arguments, progress: Progress) -> Source:
     """An archive that lies in a store, brought beside where it is unpacked; any other source as it is."""
     from runner.job import ArchiveSource
+    from runner.storage.offsite import staging
 
     if not isinstance(source, ArchiveSource) or not source.archive.startswith(("s3://", "file://")):
         return source
     folder, _, name = source.archive.rpartition("/")
+    run_dir = Path(arguments["run_dir"])
+    target = run_dir / "source" / f"{arguments['subject']}-{name}"
     store = _open_at(folder, arguments)
-    head = store.head(name)
-    if head is None:
+    if not staging.stage_object(store, name, target, run_dir=run_dir, boot_id=arguments["boot_id"], progress=progress):
         raise JobError(f"source.archive: expected an object at {source.archive}, found none")
-    target = Path(arguments["run_dir"]) / "source" / f"{arguments['subject']}-{name}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as file:
-        for offset in range(0, head.size_bytes, _PIECE_BYTES):
-            file.write(store.read(name, offset, min(_PIECE_BYTES, head.size_bytes - offset), head.tag))
-            progress(offset / head.size_bytes, "archive")
     return ArchiveSource(archive=str(target))
 
 

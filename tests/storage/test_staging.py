@@ -15,7 +15,7 @@ import pytest
 
 from runner import tasks
 from runner.facts import Finished, Observed, TaskKind
-from runner.job import Job, OffloadPolicy
+from runner.job import ArchiveSource, Job, OffloadPolicy
 from runner.policy.finish import ALL_OUTPUTS, tell_missing_outputs
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
@@ -872,3 +872,36 @@ def test_a_link_that_is_not_followed_is_told_and_missed(tmp_path, place, words, 
     assert found.left[0][1].endswith(words.format(workspace=workspace, outside=outside))
     assert {"board/file": b"x"} == there(store)
     assert is_named or ["board/file", "board/link"] == sorted(missed)
+
+
+@pytest.mark.parametrize("content", [b"code" * 1000, LARGE], ids=["small", "in pieces"])
+def test_an_archive_of_code_is_compared_as_data_is(content, s3_offload, s3server, tmp_path, monkeypatch):
+    """
+    What was damaged on its way is not run: it is no file under its name, and the next try brings the right bytes. With
+    a key that may not list.
+    """
+    (tmp_path / "code.tar").write_bytes(content)
+    shard = describe_file(tmp_path / "code.tar", "code.tar")
+    open_store(s3_offload, s3server.env).put_file("code.tar", tmp_path / "code.tar", shard, lambda _: None)
+    for name, value in s3server.env.items():
+        monkeypatch.setenv(name, value)
+    source = ArchiveSource(archive=f"{s3_offload.to}/code.tar")
+    place = tmp_path / "run" / "source" / "abc-code.tar"
+
+    with FaultProxy(s3server.endpoint) as proxy:
+        proxy.add(operation="GetObject", flip=7, times=1)
+        proxy.add(operation="ListObjectsV2", answer=(403, "AccessDenied"))
+        arguments = {
+            "run_dir": str(tmp_path / "run"),
+            "subject": "abc",
+            "boot_id": "boot",
+            "offload": {"to": s3_offload.to, "endpoint": proxy.endpoint},
+        }
+        with pytest.raises(OffsiteError, match=r"source\.archive: .* bytes that were listed, got others") as caught:
+            tasks._fetched(source, arguments, ignore)
+        was_there = place.exists()
+        found = tasks._fetched(source, arguments, ignore)
+
+    assert (False, False) == (caught.value.final, was_there)
+    assert found == ArchiveSource(archive=str(place))
+    assert content == place.read_bytes()

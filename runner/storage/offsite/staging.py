@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,7 @@ _NUM_THREADS: Final = 12
 _MAX_NAME_BYTES: Final = 255  # of any file system that people use
 _PIECE: Final = re.compile(r"(\d{1,9}) (\d{1,10})\.", re.ASCII)  # index and checksum
 _HASH_BYTES: Final = 1 << 20
+_SOME_TIME: Final = datetime(2000, 1, 1, tzinfo=UTC)  # of a file that is always fetched: its tag tells it from others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class _File:
     modified_at: datetime
     tag: str = ""  # of the object that is read, where several requests read it
     mark: str = ""  # of the run: two that bring the same file in do not write into one another's
+    wanted_by: str = "data"  # the key of job.yaml that names it
 
     @property
     def part(self) -> Path:
@@ -108,7 +110,7 @@ def stage(  # noqa: PLR0913  # called once, all by name
     """
     notes = run_dir / _NOTES
     progress(0.0, "listing")
-    mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    mark = _mark_of(run_dir)
     try:
         files = [file for item in items for file in _find(item, open_at, mark)]
         _expect_own_places(files)
@@ -126,6 +128,35 @@ def stage(  # noqa: PLR0913  # called once, all by name
         fetched_bytes=sum(file.size_bytes for file in missing),
         unsure=unsure,
     )
+
+
+def stage_object(  # noqa: PLR0913  # called once, most by name
+    store: Store, key: str, target: Path, *, run_dir: Path, boot_id: str, progress: Progress
+) -> bool:
+    """
+    The archive of `source`, in the same way. False: there is none. Not listed: the key of a store may read the code
+    and nothing else there.
+    """
+    head = store.head(key)
+    if head is None:
+        return False
+    file = _File(
+        store=store,
+        key=key,
+        target=target,
+        size_bytes=head.size_bytes,
+        modified_at=_SOME_TIME,
+        mark=_mark_of(run_dir),
+        wanted_by="source.archive",
+    )
+    notes = run_dir / _NOTES
+    notes.mkdir(parents=True, exist_ok=True)
+    _Fetching([file], [file], notes, boot_id, progress).fetch()
+    return True
+
+
+def _mark_of(run_dir: Path) -> str:
+    return hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
 
 
 # ------------------------------------------------------------------------------------ listing
@@ -340,7 +371,7 @@ class _WrongError(OffsiteError):
 
 def _changed(file: _File) -> OffsiteError:
     return OffsiteError(
-        f"data: {file.store.address}/{file.key}: expected the {file.size_bytes} bytes that were listed, got others",
+        f"{file.wanted_by}: {file.store.address}/{file.key}: expected the {file.size_bytes} bytes that were listed, got others",
         hint="it was damaged on its way, or changes while it is read; it is fetched again",
         final=False,
     )
