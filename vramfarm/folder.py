@@ -228,6 +228,7 @@ _ADVICE = {
     errno.ENOSPC: _FREE,
     errno.EDQUOT: _FREE,
     errno.EFBIG: "a file there may not grow so large: ulimit -f, or another filesystem",
+    errno.ENOENT: "the folder, or one above it, was removed or renamed; the next save makes it again",
     errno.EROFS: "it has been mounted read-only, which a kernel does after an error: look at dmesg",
     errno.EIO: _BROKEN,
     errno.ESTALE: _BROKEN,

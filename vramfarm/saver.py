@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
@@ -68,6 +69,7 @@ class Saver:
         self._page = page
         self._save: Save | None = None
         self._lock: int | None = None
+        self._lost_step = 0  # the newest there was when the folder was removed
         self._due_at: float | None = None  # None: no step yet
         self._not_before = 0.0
         self._ahead = agreement.AHEAD
@@ -136,13 +138,18 @@ class Saver:
         if reason is None:
             return
         step = max(r.step for r in ranks)
-        if reason is Reason.FINAL and step in {0, self._orders.resumed_step, self._page[Word.COMMITTED_STEP]}:
+        why = self._patiently(self._want_of_folder)
+        if not why and reason is Reason.FINAL and self._is_saved(step):
             self._conclude(EndRecord("done", step))
-        elif why := self._patiently(self._committer.want_of_room):
+        elif why := why or self._patiently(self._committer.want_of_room):
             self._save = Save(step, reason, requests)
             self._fail_save(why)
         else:
             self._begin(reason, self._arenas.look(), requests)  # steps were made meanwhile
+
+    def _is_saved(self, step: int) -> bool:
+        saved = {self._orders.resumed_step, self._page[Word.COMMITTED_STEP]}
+        return step == 0 or (step in saved and step > self._lost_step)
 
     def _is_hopeless(self, ranks: Sequence[Rank]) -> bool:
         """Ranks that are done are not kept by one that is dead, nor for ever by one that is late. A long wait is told, once."""
@@ -195,6 +202,9 @@ class Saver:
 
     def _finish(self, save: Save) -> None:
         """All ranks staged it. From here on only this process is needed."""
+        if why := self._patiently(self._want_of_folder):
+            self._fail_save(why)
+            return
         started = time.monotonic_ns()
         try:
             manifest = self._patiently(self._committer.write, save.step, save.reason)
@@ -347,12 +357,45 @@ class Saver:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            is_ours = self._lock is not None and os.path.sameopenfile(fd, self._lock)
             os.close(fd)
-            return f"{directory}: another saver writes here; waiting for it to end"
+            return "" if is_ours else f"{directory}: another saver writes here; waiting for it to end"
         except OSError as error:
             say(f"no lock on this filesystem, going on without: {error}")
-        self._lock = fd
+        before, self._lock = self._lock, fd
+        if before is not None:
+            os.close(before)
         return ""
+
+    def _want_of_folder(self) -> str:
+        """Make a folder that was removed or renamed again, and lock it: why that cannot be, or nothing."""
+        if not self._is_folder_lost():
+            return ""
+        if why := self._try_lock():
+            return why
+        page, directory = self._page, self._orders.directory
+        self._lost_step = max(self._orders.resumed_step, page[Word.COMMITTED_STEP])
+        for rank in range(page.num_ranks):
+            page.put(rank, Slot.FROZEN_HELD, 0)
+        self._tell(
+            f"{directory}: was removed or renamed while training ran: it is made again, and saves go on there; what was saved "
+            "before is where it was moved to, or gone"
+        )
+        page[Word.NUM_FAILED] += 1  # after the text: whoever sees it reads that
+        return ""
+
+    def _is_folder_lost(self) -> bool:
+        """Whether our lock is not in it any more. Of a filesystem whose numbers change, it is known by its path as well."""
+        if self._lock is None:
+            return False
+        path = self._orders.directory / protocol.SAVER_LOCK
+        try:
+            there, ours = path.lstat(), os.fstat(self._lock)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError | NotADirectoryError)  # writing will say what else is wrong
+        if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+            return False
+        return path.resolve() != Path(f"/proc/self/fd/{self._lock}").readlink()
 
     def _recover(self) -> None:
         """Take over what a saver that died left on the page."""

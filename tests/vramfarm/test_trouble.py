@@ -5,6 +5,7 @@ again, and two good checkpoints stay. And power that is lost between any two ope
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
 import resource
@@ -354,6 +355,30 @@ def stop_between_saves(attempt):
         return False
 
     until(is_quiet, PATIENCE_S)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_folder_that_goes_while_training_runs_is_made_again_and_locked(attempt, tmp_path, how):
+    """
+    Nothing is wrong with the disk, so saves go on; it is said once, and no second run may write beside this one.
+    """
+    training = attempt()
+    wait_for(training, Word.NUM_COMMITTED, 2)
+    stop_between_saves(training)
+    before = training.steps()
+    if how == "removed":
+        shutil.rmtree(training.checkpoints)
+    else:
+        training.checkpoints.rename(tmp_path / "elsewhere")
+    os.kill(training.saver(), signal.SIGCONT)
+    wait_for(training, Word.NUM_COMMITTED, 3)
+    log = (tmp_path / "saver.log").read_text()
+
+    assert min(training.steps()) > max(before)
+    assert 1 == log.count(f"{training.checkpoints}: was removed or renamed while training ran: it is made again")
+    with (training.checkpoints / protocol.SAVER_LOCK).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert [] == left_behind(training)
 
 
 def test_a_saver_that_gets_no_more_memory_is_not_stuck(attempt):
