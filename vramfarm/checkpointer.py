@@ -38,7 +38,7 @@ from vramfarm.orders import Complaint
 from vramfarm.outset import Outset
 from vramfarm.places import Place, Places
 from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
-from vramfarm.resuming import Training
+from vramfarm.resuming import Restored, Training
 from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
 from vramfarm.staging import Meshes
@@ -693,12 +693,21 @@ class Checkpointer:
         self._places, self._feed = Places(found.places, found.position, found.loader_states, found.orders), None
         if self._world.rank == 0:
             apart.keep(self._seat.page, self._of_any_rank, found.apart)
-        note = "" if self._loader is None else f"; {self._take_feed(self._loader, self._places.of(self._loader)).note}"
-        note = f" of loader {self._places.now + 1}" if self._places.now else note
-        position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"
-        found.report.restored(f"data position ({position})")
+        self._report_position(found)
         about = f"{reader.manifest.ref.name} ({run.num_shards_text(reader.manifest)})"
         self._say(f"resumed from {about}\n{found.report.text()}")
+
+    def _report_position(self, found: Restored) -> None:
+        place = None if self._loader is None else self._places.of(self._loader)
+        note = "" if place is None or self._loader is None else f"; {self._take_feed(self._loader, place).note}"
+        if found.position.samples or not found.step:
+            note = f" of loader {self._places.now + 1}" if self._places.now else note
+            position = f"epoch {found.position.epoch}, {found.position.cursor} samples into it{note}"
+            found.report.restored(f"data position ({position})")
+        elif place is not None and place.state is not None:
+            found.report.restored("the loader's own state")
+        else:
+            found.report.left_out("data position: the loop was the script's own, which finds its place by itself")
 
     def _training_objects(self) -> dict[str, Any]:
         return {name: thing for name, thing in self._objects.items() if not isinstance(thing, nn.Module)}

@@ -315,3 +315,36 @@ def test_a_whole_training_augments_the_same_after_a_resume(tmp_path, kind):
     assert trained(tmp_path / "whole", make, [EPOCH + 3]) == trained(
         tmp_path / "parts", make, [3, EPOCH + 1, EPOCH + 3]
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "said"),
+    [
+        ("stateful", [6, 7], "random numbers, the loader's own state\n"),
+        (
+            "torch",
+            [0, 1],
+            "not restored: data position: the loop was the script's own, which finds its place by itself\n",
+        ),
+    ],
+)
+def test_in_a_loop_of_the_scripts_own_the_report_says_who_finds_the_place(tmp_path, capfd, kind, first, said):
+    """
+    A loader with a state of its own goes on where it was; any other begins anew, and the script has to skip.
+    """
+
+    def begin():
+        make = {"stateful": torchdata.StatefulDataLoader, "torch": DataLoader}[kind]
+        loader, model = make(numbers(), batch_size=2), nn.Linear(1, 1)
+        return loader, Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1), loader=loader, dir=tmp_path)
+
+    loader, ckpt = begin()
+    for _ in itertools.islice(loader, 3):
+        ckpt.step()
+    ckpt.finish()
+    capfd.readouterr()
+    loader, ckpt = begin()
+
+    assert first == next(iter(loader))[0].tolist()
+    assert said in capfd.readouterr().err
+    ckpt.finish()
