@@ -34,12 +34,17 @@ def is_store(address: str) -> bool:
     return (scheme == "s3" and rest[:1] not in {"", "/"}) or (scheme == "file" and rest[:1] == "/")
 
 
+def is_doubled(address: str) -> bool:
+    """Whether two names in it have more than one `/` between them: some S3 servers take that for one, in part of their answers."""
+    return address.startswith("s3://") and "//" in address.removeprefix("s3://").rstrip("/")
+
+
 def split_address(address: str) -> tuple[str, str, str]:
     """(store, run's name, checkpoint's name or nothing) of `STORE/NAME` or `STORE/NAME/checkpoints/step-…`; or `ValueError`."""
     scheme, _, rest = address.partition("://")
     words = rest.rstrip("/").split("/")
     checkpoint = words[-1] if is_name(words[-1]) else ""
     words = words[:-2] if checkpoint and words[-2:-1] == ["checkpoints"] else words
-    if not is_store(address) or len(words) < 2 or not words[-1]:  # noqa: PLR2004  # a store and a run
+    if not is_store(address) or is_doubled(address) or len(words) < 2 or not words[-1]:  # noqa: PLR2004  # a store and a run
         raise ValueError(f"must be a run in its store: s3://bucket/prefix/NAME or file:///folder/NAME, got {address!r}")
     return f"{scheme}://{'/'.join(words[:-1])}", words[-1], checkpoint

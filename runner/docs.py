@@ -50,7 +50,7 @@ _AFTER_CODES: Final = """
 - Standard error says what went wrong (`error: …`) and what to do (`hint: …`).
 - On a rented server every code but 75 comes with the stop of that server, unless `finish` says `keep`. Whatever is only on that server is saved first.
 - Commands that read checkpoints (`checkpoints`) end with 4 wherever they looked, in a folder or in a store, and found none, or a damaged one. They end with 2 where they could not look: no such
-  folder, run or job.yaml on this machine, or a name that is no checkpoint's. In a store a wrong name and an empty place look the same: 4. `ls` of a run that has none yet shows an empty table and ends with 0.
+  folder, run or job.yaml on this machine, or a name that is no checkpoint's. In a store a wrong name and an empty place look the same: 4. `ls` of a run that has none yet shows an empty table and ends with 0; with 4 if all that is there is unusable.
 - A run that is over answers the next `run` with the code that it ended with, and nothing is trained. It answers with 2 if a script repeats
   `--start-over` or `--go-on` without a name ([orders](machines.md)).
 """

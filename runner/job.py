@@ -34,7 +34,7 @@ from pydantic import (
     model_validator,
 )
 
-from runner.addresses import is_store, local_path, split_address
+from runner.addresses import is_doubled, is_store, local_path, split_address
 
 # ------------------------------------------------------------------- durations, sizes, money
 
@@ -364,7 +364,7 @@ class OffloadPolicy(Model):
     def _known(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)):
+        if is_store(_PLACEHOLDER_OF_FOLDER.sub("/_", value, count=1)) and not is_doubled(value):
             return value.rstrip("/")
         raise ValueError(f"must be s3://bucket/prefix or file:///folder, got {value!r}")
 

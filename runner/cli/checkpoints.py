@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from runner.cli.output import Bar, note, out, out_json, table, writing
 from runner.cli.runs import expect_in_store, find_in_store
 from runner.cli.shelves import (
+    ALL_UNUSABLE,
     Candidate,
     candidates,
     candidates_in_store,
@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "run",
             metavar="RUN",
             nargs="?",
-            help="folder, name or job.yaml of a run; folder of checkpoints or of one checkpoint; or the address of any of these in a store",
+            help="folder, name or job.yaml of a run; folder of checkpoints or of one checkpoint; or an address in a store: STORE/NAME of a run, STORE/NAME/checkpoints/step-… of a checkpoint",
         )
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "verify":
@@ -112,34 +112,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(which: str | None, *, as_json: bool) -> int:
-    rows = _rows(which)
+    """Exit code 4 if all that is there is unusable: a run that has none yet is another thing."""
+    rows, unusable = _rows(which)
+    now = datetime.now(UTC)
     if as_json:
         out_json(rows)
-        return 0
-    now = datetime.now(UTC)
-    out(table([_HEAD, *(_cells(row, now) for row in rows)]))
+    else:
+        out(table([_HEAD, *(_cells(row, now) for row in rows)]))
+    if unusable and not rows:
+        raise StoreError("\n".join(unusable), hint=ALL_UNUSABLE)
+    for problem in unusable:
+        note(f"unusable: {problem}")
     return 0
 
 
-def _rows(which: str | None) -> list[dict[str, Any]]:
-    """Oldest first; what is only in the store has no size: the run never read it."""
+def _rows(which: str | None) -> tuple[list[dict[str, Any]], list[str]]:
+    """Oldest first, and what cannot be used; what is only in the store has no size: the run never read it."""
     if address := find_in_store(which, os.environ):
         return _rows_of_store(address)
     place = find_place(which)
     directory = place.directory()
     rows = {c.ref.name: _row(c) for c in directory.committed() if place.means(c.ref.name)}
-    if not rows and (damaged := list(filter(place.means, damaged_names(directory)))):
-        sys.stderr.write(f"{place.root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}\n")
+    damaged = [] if rows else [*filter(place.means, damaged_names(directory))]
+    nothing = (
+        [f"{place.root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}"] if damaged else []
+    )
     for known in _known(place.run_dir):
         name = f"step-{known['step']:08d}-{known['id']}"
         if not place.means(name):
             continue
         here = rows.setdefault(name, {**known, "size_bytes": None, "written_at": None, "local": False})
         here.update(offsite=known["offsite"], verified=known["verified"])
-    return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"]))
+    return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"])), nothing
 
 
-def _rows_of_store(address: Address) -> list[dict[str, Any]]:
+def _rows_of_store(address: Address) -> tuple[list[dict[str, Any]], list[str]]:
     """What is whole by the store's own listing; its bytes were not compared."""
     from runner.storage.offsite import surveying  # noqa: PLC0415  # slow
 
@@ -147,10 +154,8 @@ def _rows_of_store(address: Address) -> list[dict[str, Any]]:
     with Bar() as bar:
         survey = surveying.survey_readable(run.store, run.job, bar)
     expect_run(address, run, survey)
-    for problem in problems_of(run, survey):
-        note(f"unusable: {problem}")
     found = (checkpoint for checkpoint in survey.checkpoints if run.means(checkpoint.ref.name))
-    return [{**_row(checkpoint), "local": False, "offsite": True} for checkpoint in found]
+    return [{**_row(one), "local": False, "offsite": True} for one in found], problems_of(run, survey)
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:

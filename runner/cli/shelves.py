@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _A_FEW: Final = 5
+_LOOK: Final = "vramfarm-runner checkpoints ls shows what is there"
+ALL_UNUSABLE: Final = "none of it can be used: is there a copy elsewhere, on a disk or in a store?"
 _T = TypeVar("_T")
 
 
@@ -179,8 +181,7 @@ def _expect_some(which: str, number: int, problems: Sequence[str], *, is_one: bo
     if not number:
         raise StoreError(
             f"{which}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}",
-            hint="vramfarm-runner checkpoints ls shows what is there"
-            + (": name the folder it is in" if is_one else ""),
+            hint=_LOOK + ": name the folder it is in" if is_one else ALL_UNUSABLE if problems else _LOOK,
         )
     for problem in problems:
         note(f"passed over: {problem}")

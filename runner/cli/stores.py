@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from runner.adapters.secrets import with_store_keys
-from runner.addresses import split_address
+from runner.addresses import is_doubled, split_address
 from runner.errors import JobError, StoreError
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def open_run(address: Address, abilities: Abilities | None = None) -> StoredRun:
         where, job, checkpoint = split_address(address.text)
     except ValueError:
         raise JobError(
-            f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME"
+            f"{address}: expected the run in its store: s3://bucket/prefix/NAME or file:///folder/NAME",
+            hint="write one / where there are several" if is_doubled(address.text) else "",
         ) from None
     return StoredRun(store=_open(where, address.offload, abilities), job=job, checkpoint=checkpoint)
 

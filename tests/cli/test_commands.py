@@ -684,7 +684,8 @@ def test_a_job_that_runs_elsewhere_is_found_in_its_store(tmp_path, cli):
     assert f"name the run in its store: file://{tmp_path}/store/llama" in stop.stderr
     assert f"file://{tmp_path}/store/llama" == json.loads(report.stdout)["address"], report.stderr
     assert [(400, False, True)] == [(row["step"], row["local"], row["offsite"]) for row in json.loads(listed.stdout)]
-    assert {"checkpoints": {"step-00000400-0123abcd": []}, "problems": []} == json.loads(verified.stdout)
+    name = "step-00000400-0123abcd"
+    assert {"checkpoints": {name: []}, "bytes_read": {name: 1000}, "problems": []} == json.loads(verified.stdout)
     assert (2, True) == (attach.returncode, "`vramfarm-runner status job.yaml`" in attach.stderr), attach.stderr
 
 
@@ -812,7 +813,7 @@ def test_checkpoints_ls(tmp_path, cli):
 
 def test_checkpoints_ls_names_the_damaged_where_no_others_are(tmp_path, cli):
     """
-    An empty table alone would say that nothing was ever saved.
+    An empty table alone would say that nothing was ever saved. Exit code 4, as of `verify`.
     """
     run_dir = write_run(tmp_path / "llama", checkpoints=[])
     for step in (400, 500):
@@ -823,8 +824,27 @@ def test_checkpoints_ls_names_the_damaged_where_no_others_are(tmp_path, cli):
 
     done = cli("checkpoints", "ls")
 
-    assert (0, 1) == (done.returncode, len(done.stdout.splitlines()))
-    assert f"{run_dir}/checkpoints: no whole checkpoint is there, only damaged ones: {torn}, {aside}\n" == done.stderr
+    assert (4, 1) == (done.returncode, len(done.stdout.splitlines()))
+    line = f"error: {run_dir}/checkpoints: no whole checkpoint is there, only damaged ones: {torn}, {aside}"
+    assert line == done.stderr.splitlines()[0]
+
+
+def test_a_run_in_the_store_of_which_nothing_can_be_used_is_no_empty_table(cli, stored):
+    """
+    Each line says why, once; exit code 4. Where one is whole the others are said beside it, and the exit code is 0.
+    """
+    folders = sorted((Path(stored.removeprefix("file://")) / "checkpoints").iterdir())
+    (folders[1] / MANIFEST).write_text("{")
+    some = cli("checkpoints", "ls", stored)
+    (folders[0] / MANIFEST).write_text("{}")
+
+    none = cli("checkpoints", "ls", stored, "--json")
+    restored = cli("checkpoints", "restore", stored, "here")
+
+    assert (0, True) == (some.returncode, f"unusable: {folders[1].name}: " in some.stderr), some.stderr
+    assert (4, []) == (none.returncode, json.loads(none.stdout)), none.stderr
+    assert 2 == none.stderr.count(f"{MANIFEST}: ") == none.stderr.count(MANIFEST), none.stderr
+    assert "checkpoints ls" not in restored.stderr
 
 
 def test_checkpoints_ls_json(tmp_path, cli):
@@ -1295,7 +1315,7 @@ def test_triage_of_a_run_by_its_name(tmp_path, cli):
     assert (2, True) == (missing.returncode, "runs there: llama" in missing.stderr)
 
 
-@pytest.mark.parametrize("address", ["s3://bucket", "file:///", "s3://"])
+@pytest.mark.parametrize("address", ["s3://bucket", "file:///", "s3://", "s3://bucket//llama"])
 def test_an_address_without_a_run_is_wrong_usage(cli, address):
     """
     A bucket is not a run.

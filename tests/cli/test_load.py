@@ -177,6 +177,10 @@ MISTAKES = {
         "command: t\noffload: {to: s3://runs/../a}",
         "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 's3://runs/../a'",
     ),
+    "two slashes between names": (
+        "command: t\noffload: {to: s3://runs//a}",
+        "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 's3://runs//a'",
+    ),
     "a zero byte in an address": (
         'command: t\noffload: {to: "s3://runs/a\\0b"}',
         "job.yaml:2: offload.to: must be s3://bucket/prefix or file:///folder, got 's3://runs/a\\x00b'",

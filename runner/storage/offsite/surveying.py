@@ -196,7 +196,7 @@ def read_manifest(store: Store, job: str, name: str) -> Manifest:
         try:
             manifest = parse_manifest(raw)
         except ProtocolError as error:
-            problem = str(error)
+            problem = str(error).removeprefix(f"{MANIFEST}: ")  # the address ends with it
     if problem:
         raise damaged(store, key, problem)
     if manifest.ref.name != name:
