@@ -265,6 +265,7 @@ class Failed:
     since: datetime | None = None  # first of these failures
     curable: bool = False
     damaged: bool = False  # the bytes at the source do not match their manifest
+    unreadable: bool = False  # the store fails at them, by its own word, and reads what is beside them
     exit_code: int = 1  # of the error, in `errors.py`
 
 

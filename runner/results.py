@@ -29,6 +29,7 @@ from runner.policy import ledger
 from runner.policy.findings import warn
 from runner.policy.lease import Pace, may_write
 from runner.policy.preflight import decide_verdict
+from runner.policy.slow import is_lost_there
 from runner.supervise import process
 from vramfarm.protocol import Ref
 
@@ -88,9 +89,12 @@ class StoreView:
                 continue
             if isinstance(state, Finished):
                 self._finished(kind, state, self._known.get(kind))
-            elif isinstance(state, Failed) and kind in _COMPARES and state.damaged:
+            elif isinstance(state, Failed) and kind in _COMPARES and is_lost_there(state, self._num_usable()):
                 self._is_damaged[state.subject] = True
             self._known[kind] = state
+
+    def _num_usable(self) -> int:
+        return sum(not self._is_damaged.get(c.ref.name, False) for c in self.checkpoints or ())
 
     def unusable_now(self) -> frozenset[str]:
         """Names of checkpoints whose bytes in the store were found to be others, in this life."""

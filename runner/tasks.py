@@ -77,7 +77,8 @@ def main() -> int:
     try:
         result = TASKS[kind](arguments, _Saying())
     except OffsiteError as error:
-        return _fail(str(error), hint=error.hint, final=error.final, curable=error.curable, damaged=error.damaged)
+        more = {"curable": error.curable, "damaged": error.damaged, "unreadable": error.of_server and error.of_object}
+        return _fail(str(error), hint=error.hint, final=error.final, **more)
     except RunnerError as error:
         return _fail(str(error), hint=error.hint, final=getattr(error, "final", True), exit_code=error.exit_code)
     except OSError as error:

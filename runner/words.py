@@ -34,6 +34,7 @@ from runner.facts import (
     Server,
     ServerState,
     TaskKind,
+    TaskState,
     Vacancy,
     Verdict,
 )
@@ -350,9 +351,9 @@ def _task_changes(before: Observed | None, after: Observed, told: Refusals, wait
     for kind, state in after.tasks.items():
         if before is None or state == before.tasks.get(kind):
             continue
-        if isinstance(state, Finished) and (line := _done(kind, state)):
+        if line := _tell_end(kind, state, after):
             yield line
-        if isinstance(state, Failed):
+        elif isinstance(state, Failed):
             if _is_same(told.get(kind), state):
                 if state.at >= told[kind].at + _REFUSED_STILL:
                     yield f"again: {kind} {state.subject}: {state.error}"
@@ -368,6 +369,18 @@ def _task_changes(before: Observed | None, after: Observed, told: Refusals, wait
                 again = f" (training goes on; it is tried again every {every})" if _is_retried(kind, after) else ""
             hint = f"; {state.hint}" if state.hint else ""
             yield f"{kind} {state.subject} failed: {state.error}{hint}{again}"
+
+
+def _tell_end(kind: TaskKind, state: TaskState, after: Observed) -> str:
+    """What it came to, where that is not a failure like any other."""
+    match state:
+        case Finished():
+            return _done(kind, state)
+        case Failed(unreadable=True, subject=name, failures=number) if name in after.unusable_now:
+            what = f"{kind} {name} failed {number} times: {state.error}"
+            return f"{what}; the store reads others, so an older one is taken, and this one stays there"
+        case _:
+            return ""
 
 
 def note_refusals(told: Refusals, before: Observed | None, after: Observed) -> Refusals:

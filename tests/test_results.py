@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from runner.facts import Checkpoint, Conclusion, Failed, Finished, Outcome, Running, TaskKind
+from runner.policy.slow import UNREADABLE
 from runner.results import StoreView, dump_conclusion, parse_conclusion
 from runner.tasks import dump_checkpoint
 from tests.simworld import START
@@ -36,6 +37,29 @@ def test_a_checkpoint_that_the_store_had_and_has_not_any_more_is_missed():
 
     assert (frozenset(), frozenset()) == (tidied, hidden)
     assert {names[300], names[400]} == view.vanished
+
+
+@pytest.mark.parametrize(
+    ("there", "failures", "waited", "is_lost"),
+    [
+        pytest.param((100, 200), 3, UNREADABLE, True, id="for long enough"),
+        pytest.param((100, 200), 9, UNREADABLE / 2, False, id="a part of the store may start again"),
+        pytest.param((100, 200), 2, 2 * UNREADABLE, False, id="hardly tried"),
+        pytest.param((200,), 9, 2 * UNREADABLE, False, id="there is no other"),
+    ],
+)
+def test_what_the_store_alone_fails_at_is_lost_after_a_while(there, failures, waited, is_lost):
+    """
+    An older one is taken then. An outage, of which nobody says that others can be read, is waited for.
+    """
+    name, view = Ref(1, 200, 1, f"{200:08x}").name, StoreView()
+    failed = Failed(subject=name, at=START + waited, since=START, error="500", final=False, failures=failures)
+
+    view.learn({TaskKind.SURVEY: _listing(*there), TaskKind.RESTORE: failed})
+    before = view.unusable_now()
+    view.learn({TaskKind.RESTORE: replace(failed, unreadable=True)})
+
+    assert (frozenset(), {name} if is_lost else frozenset()) == (before, view.unusable_now())
 
 
 def test_outputs_that_do_not_get_into_the_store_are_known_until_they_do():

@@ -32,6 +32,7 @@ _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _A_FEW: Final = 5
 _LOOK: Final = "vramfarm-runner checkpoints ls shows what is there"
 ALL_UNUSABLE: Final = "none of it can be used: is there a copy elsewhere, on a disk or in a store?"
+_TRIES: Final = 3  # of one that the store fails at, and reads others
 _T = TypeVar("_T")
 
 
@@ -124,20 +125,31 @@ def candidates_in_store(address: Address) -> list[Candidate]:
     ]
 
 
-def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T]) -> _T:
+def first_whole(found: Sequence[Candidate], take: Callable[[Candidate], _T], *, pause_s: float = 5.0) -> _T:
     """What `take` makes of the newest whose every byte is right; which ones were not is told."""
+    import tenacity  # noqa: PLC0415  # slow
+
     from runner.storage.offsite import OffsiteError  # noqa: PLC0415  # slow
 
+    def may_pass(error: BaseException) -> bool:
+        return isinstance(error, OffsiteError) and error.of_server and error.of_object
+
+    insist = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(_TRIES),
+        wait=tenacity.wait_fixed(pause_s),
+        retry=tenacity.retry_if_exception(may_pass),
+        reraise=True,
+    )
     *newer, oldest = found
     for candidate in newer:
         try:
-            return take(candidate)
+            return insist(take, candidate)
         except OffsiteError as error:  # noqa: PERF203  # each may fail
-            if not error.damaged:
+            if not (error.damaged or may_pass(error)):
                 raise
             note(f"passed over: {candidate.ref.name}: {error}")
     try:
-        return take(oldest)
+        return insist(take, oldest)
     except OffsiteError as error:
         if error.damaged and oldest.older:  # a refusal has its own cure
             error.hint = f"this one is damaged; the next older is {oldest.older}"

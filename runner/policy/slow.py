@@ -8,6 +8,10 @@ from runner.policy.actions import Begin, Cease
 STORE_PATIENCE = timedelta(minutes=30)  # the store may be down so long before the server is stopped without it
 REFUSED_AGAIN = timedelta(minutes=2)  # a store that refuses may be emptied, or given the right credentials, meanwhile
 AGAIN = timedelta(seconds=15)  # a store that is away is asked, at the latest
+UNREADABLE, UNREADABLE_TRIES = (
+    timedelta(minutes=5),
+    3,
+)  # nothing trains meanwhile; an older one costs what was trained since
 _VERIFY_TRIES = 3  # of one checkpoint: a store that damages what it gets is no store
 SILENT = timedelta(minutes=3)  # longer than a keeper's two questions with all their repetitions
 _SLOW_START = timedelta(minutes=10)
@@ -62,6 +66,18 @@ def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
     return is_mended(kind, failed, seen) or (
         (not failed.final or failed.curable or kind in ASK_AGAIN) and seen.now >= retry_at(failed)
     )
+
+
+def is_lost_there(failed: Failed, num_usable: int) -> bool:
+    """
+    Whether a checkpoint is as good as damaged in the store: one that fails at its bytes, and reads others, is waited
+    for as long as a part of it may take to start again, and no longer, where there are others of `num_usable`. It
+    stays there.
+    """
+    if failed.damaged or num_usable < 2 or not failed.unreadable:  # noqa: PLR2004  # itself and another
+        return failed.damaged
+    waited = failed.at - (failed.since or failed.at)
+    return failed.failures >= UNREADABLE_TRIES and waited >= UNREADABLE
 
 
 def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:

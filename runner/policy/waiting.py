@@ -7,7 +7,7 @@ from runner.facts import Failed, History, Observed, Outcome, Running, TaskKind
 from runner.job import AtEnd, Job
 from runner.policy.actions import EXIT_CODES
 from runner.policy.limits import limit_at
-from runner.policy.slow import STORE_PATIENCE, is_last_word
+from runner.policy.slow import STORE_PATIENCE, UNREADABLE, is_last_word
 
 _FIRST = (TaskKind.LEASE, TaskKind.SURVEY)  # what is here already is trained on without them
 _BRINGERS = (TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.REOPEN)
@@ -65,6 +65,9 @@ def _describe(kind: TaskKind, failed: Failed, job: Job, limit: datetime | None, 
         f"it is tried again until {until:%H:%M} UTC at the latest, and nothing is trained before; "
         f"then exit {EXIT_CODES[outcome]}{stop}, nothing is lost: {after}"
     )
+    if kind is TaskKind.RESTORE and failed.unreadable and len(seen.usable) > 1:
+        older = (failed.since or failed.at) + UNREADABLE
+        rule = f"the store can read others: from {older:%H:%M} UTC on an older one is taken, and this one stays there"
     return Waiting(kind, failed, until, rule)
 
 

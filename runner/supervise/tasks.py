@@ -178,6 +178,7 @@ class TaskBoard:
             hint=str(task.last.get("hint", "")),
             curable=bool(task.last.get("curable", False)),
             damaged=bool(task.last.get("damaged", False)),
+            unreadable=bool(task.last.get("unreadable", False)),
             exit_code=int(task.last.get("exit_code", 1)),
             failures=1 + (before.failures if before and is_same else 0),
             since=before.since if before else now,

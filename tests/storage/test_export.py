@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -32,6 +33,25 @@ SAVE_AND_LOAD = Path(__file__).with_name("export_and_load.py")
 
 def ignore(fraction, note):
     """Where nobody asks for progress."""
+
+
+def test_a_checkpoint_that_the_store_alone_fails_at_is_passed_over():
+    """
+    After a few tries. An outage is not: what cannot be read now may be the newest there is.
+    """
+    tried = []
+    found = [Candidate(Ref(1, step, 1, f"{step:08x}"), None, None) for step in (2, 1)]
+
+    def take(candidate, *, of_object):
+        tried.append(candidate.ref.step)
+        if candidate.ref.step > 1:
+            raise OffsiteError("500", final=False, of_server=True, of_object=of_object)
+        return candidate
+
+    assert found[-1] == first_whole(found, partial(take, of_object=True), pause_s=0)
+    with pytest.raises(OffsiteError):
+        first_whole(found, partial(take, of_object=False), pause_s=0)
+    assert [2, 2, 2, 1, 2] == tried
 
 
 def test_any_number_of_damaged_checkpoints_is_passed_over():

@@ -110,6 +110,24 @@ def test_a_flipped_byte_on_its_way_down_never_passes(behind, proxy, directory, t
     assert fault.taken
 
 
+@pytest.mark.parametrize("broken", [max(SHARDS), ".*"], ids=["one object", "all of them"])
+def test_a_server_that_fails_at_one_object_is_told_from_one_that_is_down(behind, proxy, directory, tmp_path, broken):
+    """
+    It fails at a file that its own disk has lost, for ever, and reads what is beside it: an older checkpoint may be
+    whole. Where it reads nothing else either, all is waited for.
+    """
+    ref = commit(directory, shards=SHARDS).ref
+    uploading.upload(behind, "job", directory, ref, ignore)
+    source = restoring.StoreSource(behind, "job", ref)
+    proxy.add(operation="GetObject", path=f".*{broken}", answer=(500, "InternalError"))
+
+    with pytest.raises(OffsiteError) as caught:
+        restoring.bring(source.manifest, source, elsewhere(tmp_path), ignore)
+
+    assert (broken != ".*", False, False) == (caught.value.of_object, caught.value.final, caught.value.damaged)
+    assert "full" not in caught.value.hint
+
+
 @pytest.mark.parametrize("first", [".*", "UploadPart|GetObject|PutObject"], ids=["with a HEAD", "with a write"])
 @pytest.mark.parametrize(
     ("answer", "cure", "curable"),

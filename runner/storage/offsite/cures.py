@@ -39,6 +39,8 @@ BUCKET_TWICE: Final = (
 _REGION_HINT: Final = "the bucket is in another region: set offload.region"
 _FULL: Final = "the store is full: make room, raise the quota, or keep fewer (offload.keep_last)"
 _ILL: Final = "is the store full? its own log says what is wrong with it"  # SeaweedFS says no more
+_ILL_READ: Final = "its own log says what is wrong with it: a disk of the store, perhaps"
+_READS: Final = ("Get", "Head", "List")  # names of operations begin so
 _HINTS: Final[Mapping[str, str]] = {
     "AccessDenied": "the key may not do this: check its rights and the bucket's policy (list, get, put, delete)",
     "403": "wrong key, or one that may not do this: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and its rights",
@@ -201,9 +203,11 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
         hint = f"{hint} to {_said(region)}"
     final, curable = bool(hint) or not passing, code in _CURABLE or status in _CURABLE_STATUS
     of_object = final and not (hint or curable)
-    hint = _WORDS.get(code) or hint or (_ILL if code == "InternalError" else _WORDS.get(str(status), ""))
+    ill = _ILL_READ if error.operation_name.startswith(_READS) else _ILL
+    hint = _WORDS.get(code) or hint or (ill if code == "InternalError" else _WORDS.get(str(status), ""))
     what = f"{where}: the store answered {status} {_said(code)}: {said}"
-    return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=of_object)
+    is_ill = status == 500 and not final  # noqa: PLR2004  # 502 to 504 are of who stands before it
+    return OffsiteError(what, hint=hint, final=final, curable=curable, of_object=of_object, of_server=is_ill)
 
 
 def _unanswered(where: str, error: Exception) -> OffsiteError:

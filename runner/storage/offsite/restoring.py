@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,12 +65,26 @@ class StoreSource:
         self.manifest = manifest or read_manifest(store, job, ref.name)
         self._store = store
         self._key = partial(key_of, job, ref)
+        self._look = partial(read_manifest, store, job, ref.name)
 
     def read(self, shard: Shard, chunk: int) -> bytes:
-        return fetch_chunk(self._store, self._key(shard), shard, chunk)
+        with self._telling_apart():
+            return fetch_chunk(self._store, self._key(shard), shard, chunk)
 
     def stream(self, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:
-        return stream_chunks(self._store, self._key(shard), shard, first, num_chunks)
+        with self._telling_apart():
+            yield from stream_chunks(self._store, self._key(shard), shard, first, num_chunks)
+
+    @contextmanager
+    def _telling_apart(self) -> Iterator[None]:
+        """Of a server that fails: whether at this object alone, as where a disk of its own has rotten, or at all of them."""
+        try:
+            yield
+        except OffsiteError as error:
+            if error.of_server:
+                self._look()  # what this raises is said in its place: the store is down
+                error.of_object = True
+            raise
 
 
 def bring(manifest: Manifest, source: Source, directory: CheckpointDir, progress: Progress) -> Checkpoint:
