@@ -39,6 +39,7 @@ class Stepping:
         # Of each, how many steps were finished when it stepped last, and how many since the time before.
         self._stepped = dict.fromkeys(range(len(self._optimizers)), (-1, 0))
         self._unhooked: dict[int, list[int]] = {}
+        self._scalers = [(one, one._per_optimizer_states) for one in objects.values() if _is_scaler(one)]  # noqa: SLF001  # nothing else tells
         self._hook: Any = None
         self._others: list[Optimizer] = []
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -56,8 +57,8 @@ class Stepping:
 
     @property
     def tells_all(self) -> bool:
-        """Whether each of them says by itself when it steps."""
-        return not self._unhooked
+        """Whether each of them says by itself when it steps, or is left out."""
+        return not self._unhooked and not self._scalers
 
     def note(self, number: int, *_: object) -> None:
         """That one steps now."""
@@ -69,9 +70,11 @@ class Stepping:
         return self._last == self._num_done() - 1
 
     def is_made(self) -> bool:
-        """Whether one has stepped in the step that is being made."""
+        """Whether one has stepped in the step that is being made, or a GradScaler has left it out."""
+        is_scaled = any(_has_scaled(scaler, before) for scaler, before in self._scalers)
         self.look()
-        return any(last == self._num_done() for last, _ in self._stepped.values())
+        has_stepped = any(last == self._num_done() for last, _ in self._stepped.values())
+        return has_stepped or (is_scaled and not self.is_one_missing())
 
     def is_one_missing(self) -> bool:
         """Whether one has not stepped that was due by how often it did so before, and that no GradScaler has left out."""
@@ -80,7 +83,8 @@ class Stepping:
         return any(not self._is_left_out(self._optimizers[number]) for number in due)
 
     def look(self) -> None:
-        """Those that tell nobody when they step have stepped if their weights have changed."""
+        """Those that tell nobody when they step have stepped if their weights have changed. What scalers know by now is of steps that are finished."""
+        self._scalers = [(one, one._per_optimizer_states) for one, _ in self._scalers]  # noqa: SLF001  # as above
         for number, before in self._unhooked.items():
             now = _versions(self._optimizers[number])
             if now != before:
@@ -98,10 +102,8 @@ class Stepping:
 
     def _is_left_out(self, optimizer: Optimizer) -> bool:
         """A GradScaler that found an infinite gradient makes no step, and knows that until its update; then its count begins anew."""
-        for scaler in self._objects.values():
-            told = getattr(scaler, "_per_optimizer_states", None)
-            if told is None:
-                continue
+        for scaler, _ in self._scalers:
+            told = scaler._per_optimizer_states  # noqa: SLF001  # as above
             if not told and scaler.state_dict().get("_growth_tracker") == 0:
                 return True
             found = told[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in told else {}
@@ -152,6 +154,16 @@ class Stepping:
             yield thing
             if not isinstance(thing, LRScheduler):
                 yield from getattr(thing, "__dict__", {}).values()
+
+
+def _is_scaler(thing: object) -> bool:
+    return getattr(thing, "_per_optimizer_states", None) is not None
+
+
+def _has_scaled(scaler: Any, before: Any) -> bool:  # noqa: ANN401  # duck-typed
+    """Whether its `update` has begun anew what it knows since then, or an optimizer was stepped through it and it has yet to."""
+    told = scaler._per_optimizer_states  # noqa: SLF001  # nothing else tells
+    return told is not before or any(one["stage"].name == "STEPPED" for one in told.values())
 
 
 def _names_of(parameters: Sequence[Tensor], models: Mapping[str, nn.Module]) -> str:

@@ -300,6 +300,31 @@ def test_a_step_that_a_scaler_has_left_out_is_no_missing_one(tmp_path, updated):
     assert 5 == folder.committed(tmp_path)[0].manifest.step
 
 
+@pytest.mark.parametrize(("left", "steps"), [("before it", 4), ("before the update", 5), ("after the update", 5)])
+def test_a_step_that_a_scaler_has_left_out_is_made(tmp_path, left, steps):
+    """
+    A loop that is left in the body of such a step has made it, with all that the script changed in it; one that is left before has not.
+    """
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path, scaler=scaler)
+    for step, batch in ckpt.steps(batches(range(9))):
+        if (step, left) == (4, "before it"):
+            break
+        optimizer.zero_grad()
+        scaler.scale(model(batch).sum() * (float("inf") if step in {3, 4} else 1)).backward()
+        scaler.step(optimizer)
+        if (step, left) == (4, "before the update"):
+            break
+        scaler.update()
+        if step == 4:
+            break
+    ckpt.finish()
+
+    assert steps == folder.committed(tmp_path)[0].manifest.step
+
+
 class Plain:
     """An optimizer of the script's own, which tells nobody when it steps."""
 
