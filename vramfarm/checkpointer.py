@@ -65,6 +65,7 @@ _RESERVED: Final = frozenset({"model", "rng", "loader", ALIKE})
 class Checkpointer:
     """
     Saves and resumes one training run: `model`, optimizers, and anything named that has state_dict and load_state_dict.
+    It is made on every rank, which waits there for the others.
 
     `dir`, `save_interval`, `keep_last` and `resume` ("auto", "never" or a checkpoint's folder) are
     for runs without a supervisor; under one, its word counts. `data_parallel` is (rank, size) among

@@ -64,7 +64,7 @@ def go_on(choose: Callable[[], Choice], load: Load, world: World, say: Say, *, t
     while True:
         choice = choose()
         problem, fatal = ("", False) if choice.resume is None else _try(choice.resume, load)
-        said = run.share(world, [problem, fatal])
+        said = run.share(world, [problem, fatal], "to load its part of the checkpoint")
         problems = [text for text, _ in said if text]
         if not problems:
             return choice

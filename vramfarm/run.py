@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,10 @@ from vramfarm.folder import Stored
 from vramfarm.protocol import ControlPage, Env
 
 WRITER_PATIENCE_S: Final = 10.0
-PATIENCE: Final = timedelta(hours=1)  # for the slowest rank to load its part
+PATIENCE_S: Final = 3600.0  # for the slowest rank to load its part
+LATE_S: Final = 30.0  # that others wait for a rank before it is named
+AGAIN_S: Final = 300.0
+_COMES: Final = "to come to Checkpointer(...), which is made on every rank and not under `if rank == 0:`"
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _rounds = itertools.count()
 
@@ -117,16 +120,41 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
     return world
 
 
-def share(world: World, value: object) -> list[Any]:
-    """Return every rank's value, as JSON. Through the store: no device and no kernel takes part."""
+def share(world: World, value: object, awaited: str = _COMES) -> list[Any]:
+    """Return every rank's value, as JSON. Through the store: no device and no kernel takes part. `awaited` says what of a late rank."""
     if world.size == 1:
         return [value]
     store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # public ways need a device
     prefix = f"vramfarm/{next(_rounds)}"
     store.set(f"{prefix}/{world.rank}", json.dumps(value))
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
-    store.wait(keys, PATIENCE)
+    await_all(store, keys, world.rank, awaited)
     return [json.loads(store.get(key)) for key in keys]
+
+
+def await_all(  # noqa: PLR0913  # times are for tests
+    store: dist.Store,
+    keys: Sequence[str],
+    rank: int,
+    awaited: str,
+    *,
+    late_s: float = LATE_S,
+    again_s: float = AGAIN_S,
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Wait for each rank's key. The first rank that is there names those that are not, now and then; `RuntimeError` in the end."""
+    began, tell_s = time.monotonic(), late_s
+    while not store.check(list(keys)):  # its `wait` writes warnings when it takes longer
+        waited_s = time.monotonic() - began
+        time.sleep(min(max(waited_s / 50, 0.001), 0.02))
+        if waited_s < min(tell_s, patience_s):
+            continue
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        who, tell_s = f"rank {', '.join(map(str, missing))} {awaited}", waited_s + again_s
+        if missing and waited_s >= patience_s:
+            raise RuntimeError(f"waited {waited_s:.0f} s in vain for {who}")
+        if missing and rank == min(set(range(len(keys))) - set(missing)):
+            print(f"vramfarm: waiting for {who}; {waited_s:.0f} s so far", file=sys.stderr, flush=True)  # noqa: T201  # the script's log
 
 
 # ---------------------------------------------------------------------------- the environment

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from vramfarm.epochs import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
 from vramfarm.protocol import ControlPage, Env
-from vramfarm.run import ResumeError, expect_no_other_writer
+from vramfarm.run import ResumeError, await_all, expect_no_other_writer
 from vramfarm.typed import StateError
 
 
@@ -1032,6 +1033,30 @@ def test_the_newest_checkpoint_is_never_pruned(tmp_path):
     folder.prune(tmp_path / "checkpoints", 0)
 
     assert [2] == [stored.manifest.step for stored in folder.committed(tmp_path / "checkpoints")]
+
+
+def test_who_has_not_come_to_the_constructor_is_named_while_the_others_wait(capsys):
+    """
+    `if rank == 0: Checkpointer(...)`, a habit of torch.save, would hang without a word. Again and again, by one rank only.
+    """
+    store, said = torch.distributed.HashStore(), ""
+    store.set("a", "")
+    waiting = threading.Thread(
+        target=await_all, args=(store, "abc", 0, "to come"), kwargs={"late_s": 0.1, "again_s": 0.1}, daemon=True
+    )
+    waiting.start()
+    deadline = time.monotonic() + 30
+    while said.count("\n") < 2 and time.monotonic() < deadline:
+        said += capsys.readouterr().err
+        time.sleep(0.02)
+    store.set("b", "")
+    with pytest.raises(RuntimeError, match=r"^waited \d+ s in vain for rank 2 to come$"):
+        await_all(store, "abc", 1, "to come", late_s=0.1, patience_s=0.1)
+    store.set("c", "")
+    waiting.join(30)
+
+    assert not waiting.is_alive()
+    assert ["vramfarm: waiting for rank 1, 2 to come; 0 s so far"] * 2 == said.splitlines()[:2]
 
 
 def test_what_no_reader_would_take_is_not_committed(tmp_path):
