@@ -1,10 +1,12 @@
 """What a network and a store can do to a transfer: a real S3 server behind a proxy that breaks things."""
 
 import os
+import re
 import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
@@ -368,6 +370,26 @@ def test_preflight_tries_what_a_run_needs_and_names_the_cure(  # noqa: PLR0917
     assert cure in told.hint, told
     assert fault.taken
     assert [] == list(S3Store(offload.model_copy(update={"endpoint": s3server.endpoint}), s3server.env).list(""))
+
+
+def test_the_page_says_which_answers_are_final():
+    """
+    Each answer that the table of docs/store.md names, by what the code makes of it.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
+    rows = re.findall(r"^\| (passes|curable|final|one object) \| (.*?) \|", page, re.MULTILINE)
+    told = {answer: kind for kind, answers in rows for answer in re.findall(r"`(\d+ \w+)`", answers)}
+
+    assert len(told) > 30
+    assert told == {answer: _kind_of(*answer.split()) for answer in told}
+
+
+def _kind_of(status, code):
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": int(status)}}
+    with pytest.raises(OffsiteError) as caught, plain_words("s3://b/key"):
+        raise ClientError(answer, "GetObject")
+    error = caught.value
+    return "passes" if not error.final else "curable" if error.curable else "one object" if error.of_object else "final"
 
 
 @pytest.mark.parametrize("code", ["SlowDown", "ServiceUnavailable", "503"])

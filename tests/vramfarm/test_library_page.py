@@ -9,10 +9,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vramfarm import folder
 
-PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "library.md").read_text() + (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"## (.+?)\n|```python\n(.*?)```", "## the loop\n" + PAGE, re.DOTALL)
 STEPS = {"the loop": 6, "Epochs, with a validation between them": 12, "Gradient accumulation": 3}
 STEPS |= {"Several models and optimizers": 3, "Your own loop": 5, "Several loaders, one after the other": 7}
+STEPS |= {"Four lines in your script": 5}  # in place of its 10_000
 
 
 @pytest.mark.parametrize("title", STEPS)
@@ -33,7 +35,14 @@ def test_a_block_of_the_page_trains_and_saves(title, tmp_path, monkeypatch):
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
         "loader": DataLoader(TensorDataset(data), batch_size=2),
+        "train_step": _train_step,
     }
-    exec("from vramfarm import Checkpointer\n" + code, given)
+    exec("from vramfarm import Checkpointer\n" + code.replace("10_000", "5"), given)
 
     assert STEPS[title] == folder.committed(tmp_path / "checkpoints")[0].manifest.step
+
+
+def _train_step(model, batch):
+    loss = model(batch[0]).square().mean()
+    loss.backward()
+    return loss

@@ -197,7 +197,8 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     status = answer.get("HTTPStatusCode", 0)
     said = _said(fields.get("Message", ""))
     passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
-    hint = _HINTS.get(code) or _HINTS.get(str(status), "")
+    of_status = "" if code in _PASSING else _HINTS.get(str(status), "")  # AWS sends RequestTimeout and BadDigest as 400
+    hint = _HINTS.get(code) or of_status
     region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if hint == _REGION_HINT and region:
         hint = f"{hint} to {_said(region)}"
