@@ -184,7 +184,7 @@ def _find_parts(source: Source, part: str) -> tuple[dict[str, list[_Part]], tupl
 def _read_header(source: Source, shard: Shard) -> tuple[Placed, ...]:
     where = f"{source.manifest.ref.name}/{shard.path}"
     if not shard.path.endswith(".safetensors"):
-        raise StoreError(
+        raise _damaged(  # ours has no other: somebody wrote it, and an older one may be ours
             f"{where}: expected a .safetensors file; anything else could be a pickle, which can run code, and is not read"
         )
     try:
