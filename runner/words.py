@@ -75,10 +75,10 @@ from runner.policy.ledger import describe_machine, dump, identify_machine, merge
 from runner.policy.limits import reserve
 from runner.policy.money import billed, tariff_of
 from runner.policy.notices import tell_vanished
-from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN
+from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN, WRITERS
 from runner.policy.waiting import Waiting, tell_waiting
 from runner.supervise.attempt import PREVENTION
-from vramfarm.protocol import DAMAGED, WAITING
+from vramfarm.protocol import DAMAGED, WAITING, Ref
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -784,10 +784,16 @@ def _weights(job: Job, seen: Observed) -> str:
         return f"{job.offload.to}/{job.name}/checkpoints/{there.name}"
     is_known = job.offload.to is None or seen.offsite is not None
     if here:
-        older = f"; the store has {there.name}" if there else ""
+        older = f"; {_tell_there(there, seen)}" if there else ""
         where = f"only on this disk{older}" if is_known else "on this disk; what the store has is not known"
         return f"{job.checkpoint.dir}/{here.name} ({where})"
     return "none were saved" if is_known else "none on this disk; what the store has is not known"
+
+
+def _tell_there(newest: Ref, seen: Observed) -> str:
+    """What was heard of it last may be an hour old, and the bucket gone."""
+    is_away = any(isinstance(seen.tasks.get(kind), Failed) for kind in WRITERS)
+    return f"the store had {newest.name} when it last answered" if is_away else f"the store has {newest.name}"
 
 
 def _outputs(job: Job, seen: Observed) -> str:

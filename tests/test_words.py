@@ -282,13 +282,17 @@ def test_weights_in_a_store_that_refused_are_not_denied():
     end = End(code=4, stop=True, keep=True, reason="403")
 
     newer = replace(checkpoint(), ref=replace(checkpoint().ref, step=900))
-    behind = "\n".join(closing(JOB, History(), replace(SEEN, local=(newer,), offsite=(checkpoint(),)), AROUND, end))
+    seen = replace(SEEN, local=(newer,), offsite=(checkpoint(),))
+    gone = Failed(subject=newer.ref.name, at=SEEN.now, error="no such bucket", final=True, failures=1)
+    behind = "\n".join(closing(JOB, History(), seen, AROUND, end))
+    away = "\n".join(closing(JOB, History(), replace(seen, tasks={TaskKind.UPLOAD: gone}), AROUND, end))
     unknown = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),)), AROUND, end))
     known = "\n".join(closing(JOB, History(), replace(SEEN, local=(checkpoint(),), offsite=()), AROUND, end))
 
     assert "(on this disk; what the store has is not known)" in unknown
     assert "(only on this disk)" in known
     assert "step-00000900-0123abcd (only on this disk; the store has step-00000500-0123abcd)" in behind
+    assert "(only on this disk; the store had step-00000500-0123abcd when it last answered)" in away
 
 
 POD = Server(provider="runpod", id="p1", price_per_hour="23.92", currency="USD", keeping="40.00 USD a month (200 GB)")

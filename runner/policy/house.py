@@ -154,7 +154,8 @@ def _tell_missing(ref: Ref, history: History, seen: Observed) -> str:
         return ""
     if ref.name in seen.vanished or vanished_key(ref.name) in history.notified:
         return "; the store had it, and has it no more"
-    return "; it never left this machine: a newer one did" if ref > min(there) else ""
+    newer = ": a newer one did" if ref < max(there) else ""
+    return f"; it never left this machine{newer}" if ref > min(there) else ""
 
 
 def vanished_key(name: str) -> str:

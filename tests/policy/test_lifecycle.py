@@ -842,8 +842,14 @@ def test_what_is_on_its_way_to_the_store_stays_on_this_disk():
 
 @pytest.mark.parametrize(
     ("steps", "says"),
-    [((), ""), ((100,), ""), ((200,), ""), ((50, 300), "; it never left this machine: a newer one did")],
-    ids=["nothing there", "it is there", "it was there once", "it was passed over"],
+    [
+        ((), ""),
+        ((100,), ""),
+        ((200,), ""),
+        ((50, 300), "; it never left this machine: a newer one did"),
+        ((50,), "; it never left this machine"),
+    ],
+    ids=["nothing there", "it is there", "it was there once", "it was passed over", "the store is away since"],
 )
 def test_a_checkpoint_that_was_passed_over_is_told_when_it_goes(steps, says):
     """

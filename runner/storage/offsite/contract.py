@@ -73,7 +73,7 @@ class OffsiteError(StoreError):
     `curable`: unless somebody does something that no part of the job is changed by: renews the credentials,
     makes room. `damaged`: the bytes of one checkpoint are not those of its manifest, or its manifest is none;
     take another one. No refusal is ever that. `of_object`: it is about one object, others may go. `of_server`: it
-    answered, with a fault of its own (500).
+    answered, with a fault of its own (500). `of_address`: nothing at all can be asked there.
     """
 
     def __init__(  # noqa: PLR0913  # all by name
@@ -86,6 +86,7 @@ class OffsiteError(StoreError):
         damaged: bool = False,
         of_object: bool = False,
         of_server: bool = False,
+        of_address: bool = False,
     ) -> None:
         super().__init__(one_line(message), hint=one_line(hint))
         self.final = final
@@ -93,6 +94,7 @@ class OffsiteError(StoreError):
         self.damaged = damaged
         self.of_object = of_object
         self.of_server = of_server
+        self.of_address = of_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ class S3Store:
             if before:
                 self.abort(PROBE, before)
         except OffsiteError as error:
-            if error.hint == BUCKET_TWICE:
+            if error.of_address:
                 raise
 
     def _refuses(self, key: str, condition: _Condition) -> bool:
@@ -481,7 +481,7 @@ class S3Store:
         except ClientError as error:
             if code_of(error) == "NoSuchKey":  # a list names none: the server took the bucket for an object
                 what = f"{self.address}: asked for a list, the store looked for an object named {self._bucket}"
-                raise OffsiteError(what, hint=BUCKET_TWICE, final=True) from None
+                raise OffsiteError(what, hint=BUCKET_TWICE, final=True, of_address=True) from None
             raise
 
     def head(self, key: str) -> Head | None:
