@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from vramfarm import alike, apart, copies, data, epochs, memory, optim, resuming, rng, run, state, unpickling
+from vramfarm import alike, apart, arguments, copies, data, memory, optim, resuming, rng, run, state, unpickling
 from vramfarm.copies import Copier, Layout, Taken
 from vramfarm.data import Feed
 from vramfarm.epochs import Position, Saved
@@ -97,11 +98,11 @@ class Checkpointer:
         self._optimizers = _named_optimizers(optimizer)
         self._objects = {name: thing for name, thing in objects.items() if thing is not None}
         self._loader = loader
-        self._seed = seed
-        self._allow_pickle = allow_pickle
+        self._seed = arguments.parse_whole("seed", seed, "a whole number")
+        self._allow_pickle, is_hiding = arguments.parse_flags(allow_pickle=allow_pickle, hide_copies=hide_copies)
         self._check()
         self._world = run.current_world()
-        self._data_world = epochs.parse_world(data_parallel) if data_parallel else self._world
+        self._data_world = self._world if data_parallel is None else arguments.parse_world(data_parallel, self._world)
         if data_parallel is None and self._world.size > 1 and state.is_tensor_parallel(model):
             raise ValueError("a tensor-parallel model: say which ranks see different data: data_parallel=(rank, size)")
         self._meshes, self._of_any_rank = self._compare_ranks()
@@ -137,7 +138,7 @@ class Checkpointer:
         self._warm_up: WarmUp | None = None
         self._is_warm, self._has_trained = True, False
         self._stepping = Stepping(self._optimizers, self._objects, self._seat.num_finished)
-        self._copier = Copier([one for _, one in self._optimizers], hide=hide_copies)
+        self._copier = Copier([one for _, one in self._optimizers], hide=is_hiding)
         try:
             self.restored = self._resume(env, wanted.resume)
         except BaseException:
@@ -195,8 +196,11 @@ class Checkpointer:
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
         _expect_batches(loader, "steps")
-        if accumulate < 1:
-            raise ValueError(f"steps: accumulate: expected a number of batches, 1 at least, got {accumulate!r}")
+        accumulate = arguments.parse_whole("steps: accumulate", accumulate, "a number of batches", least=1)
+        if max_steps is not None:
+            max_steps = arguments.parse_whole("steps: max_steps", max_steps, "a number of steps", least=0)
+        if epochs is not None:
+            epochs = arguments.parse_whole("steps: epochs", epochs, "a number of passes through the loader", least=0)
         place = self._go_to(loader)
         if epochs is None and max_steps is None:
             epochs = max(place.passes, self._position.epoch if place.has_begun else 0) + 1
@@ -540,13 +544,9 @@ class Checkpointer:
             )
         for _, optimizer in self._optimizers:
             optim.check_optimizer(optimizer)
-        for name, thing in self._objects.items():
-            if name in _RESERVED or name in dict(self._optimizers):
-                raise ValueError(f"{name}: this name is taken")
-            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                raise StateError(
-                    f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}"
-                )
+        keywords = [*inspect.signature(Checkpointer).parameters]
+        arguments.check_objects(self._objects, _RESERVED | {name for name, _ in self._optimizers}, keywords)
+        arguments.check_shapes(self._models())
         optim.check_held(self._optimizers, list(self._models().values()), self._training_objects().values())
         if self._loader is not None:
             _expect_batches(self._loader, "loader")
@@ -819,4 +819,8 @@ def _expect_batches(loader: object, where: str) -> None:
 
 def _scalar(value: float | torch.Tensor | None) -> float | None:
     """A tensor that training has a graph of is read without it: torch warns of anything else."""
-    return None if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)
+    if not isinstance(value, torch.Tensor):
+        return None if value is None else float(value)
+    if value.numel() != 1:
+        raise ValueError(f"report: expected one number, got a tensor of shape {tuple(value.shape)}: give its mean()")
+    return float(value.detach())

@@ -25,14 +25,6 @@ class World:
     size: int
 
 
-def parse_world(given: object) -> World:
-    """Return `data_parallel=(rank, size)`."""
-    match given:
-        case (int(rank), int(size)) if 0 <= rank < size:
-            return World(rank, size)
-    raise ValueError(f"data_parallel: expected (rank, size) with a rank from 0 to size - 1, got {given!r}")
-
-
 @dataclass
 class Position:
     """`cursor` samples of epoch `epoch` are behind us, and `batches` of each rank; `samples` since the beginning."""

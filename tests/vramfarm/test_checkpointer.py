@@ -982,6 +982,8 @@ def test_a_loss_is_reported_as_training_has_it():
     loss = (torch.ones(1, requires_grad=True) * 2).sum()
 
     assert (2.0, 0.5, None) == (_scalar(loss), _scalar(0.5), _scalar(None))
+    with pytest.raises(ValueError, match=r"report: expected one number, got a tensor of shape \(3,\)"):
+        _scalar(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -1003,6 +1005,15 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
         ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
         ({"loader": "data"}, "loader: expected a loader, or something else that gives batches, got str"),
+        ({"data_parallel": (1, 2)}, r"data_parallel: expected a size of 1 at most, .* got \(1, 2\)"),
+        ({"seed": None}, "seed: expected a whole number, got None"),
+        ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
+        ({"allow_pickle": "no"}, "allow_pickle: expected True or False, got 'no'"),
+        ({"hide_copies": "no"}, "hide_copies: expected True or False, got 'no'"),
+        ({"ema.x": nn.Linear(1, 1)}, "'ema.x': expected a plain name, .* take it for a part of 'ema'"),
+        ({"ema": nn.Linear}, "ema: expected an object with a state, got the class Linear itself"),
+        ({"save_intervall": "5m"}, "save_intervall: expected an object .* got str; is save_interval= meant"),
+        ({"model": nn.LazyLinear(4)}, "model.weight: has no shape yet: give the model a batch once"),
         ({"model": [nn.Linear(1, 1)]}, "model: expected a torch.nn.Module, got list"),
     ],
     ids=str,
@@ -1013,6 +1024,22 @@ def test_what_a_keyword_cannot_be_is_refused_by_its_name(tmp_path, given, said):
     """
     with pytest.raises((ValueError, TypeError, ResumeError), match=said):
         Checkpointer(**{"model": nn.Linear(1, 1), "dir": tmp_path} | given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max_steps": "4"}, {"max_steps": -1}, {"max_steps": 1e1}, {"epochs": 0.5}, {"accumulate": 1.5}],
+    ids=str,
+)
+def test_what_a_loop_cannot_be_asked_for_is_refused_by_its_name(tmp_path, given):
+    """
+    Half a batch was taken for two, and a text ended the training with an error of memory views.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+    ((name, value),) = given.items()
+
+    with pytest.raises(ValueError, match=rf"^steps: {name}: expected a number of .*, \d at least, got {value!r}$"):
+        next(ckpt.steps([torch.ones(1, 1)], **given))
 
 
 def test_a_folder_that_nothing_can_be_saved_in_is_refused(tmp_path):

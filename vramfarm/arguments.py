@@ -1,0 +1,71 @@
+"""What a script hands over by keyword, looked at before anything is trained: one line says which it is, and what it can be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from numbers import Integral
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from vramfarm.epochs import World
+from vramfarm.typed import StateError
+
+
+def parse_whole(where: str, given: object, what: str, *, least: int | None = None) -> int:
+    if isinstance(given, bool) or not isinstance(given, Integral) or (least is not None and given < least):
+        bound = "" if least is None else f", {least} at least"
+        raise ValueError(f"{where}: expected {what}{bound}, got {given!r}")
+    return int(given)
+
+
+def parse_flags(**given: object) -> tuple[bool, ...]:
+    """Return them: `"no"` would count as true."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")  # noqa: TRY004  # as for the other keywords
+    return tuple(value is True for value in given.values())
+
+
+def parse_world(given: object, world: World) -> World:
+    """Return `data_parallel=(rank, size)`."""
+    match given:
+        case (int(rank), int(size)) if 0 <= rank < size <= world.size:
+            return World(rank, size)
+        case (int(rank), int(size)) if 0 <= rank < size:
+            raise ValueError(
+                f"data_parallel: expected a size of {world.size} at most, the number of ranks that run, got {given!r}: "
+                "what the others should see nobody would"
+            )
+    raise ValueError(f"data_parallel: expected (rank, size) with a rank from 0 to size - 1, got {given!r}")
+
+
+def check_objects(objects: Mapping[str, Any], taken: Collection[str], keywords: Collection[str]) -> None:
+    """Refuse what is no object with a state, and names that make two tensors of one name."""
+    for name, thing in objects.items():
+        if name in taken:
+            raise ValueError(f"{name}: this name is taken")
+        if not name.isidentifier():
+            raise ValueError(
+                f"{name!r}: expected a plain name, of letters, digits and _: dots part the names of tensors, and a resume would take it "
+                f"for a part of {name.partition('.')[0]!r}"
+            )
+        if isinstance(thing, type):
+            raise TypeError(f"{name}: expected an object with a state, got the class {thing.__qualname__} itself")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            near = difflib.get_close_matches(name, keywords, 1)
+            hint = f"; is {near[0]}= meant?" if near else ""
+            raise StateError(
+                f"{name}: expected an object with state_dict and load_state_dict, got {type(thing).__qualname__}{hint}"
+            )
+
+
+def check_shapes(models: Mapping[str, nn.Module]) -> None:
+    for model_name, model in models.items():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{model_name}.{name}: has no shape yet: give the model a batch once before Checkpointer(...), as lazy modules need it"
+                )
