@@ -121,7 +121,6 @@ class Checkpointer:
         self._step = self._resumed_step = self._open = 0
         self._position, self._done = Position(), Position()  # of the loader, and of the last step, which is saved
         self._places, self._place = Places(), _NOWHERE
-        self._saved: Saved | None = None
         self._rng: Any = None
         self._feed: tuple[Iterable[Any], Feed] | None = None
         self._alike: alike.Watch | None = None
@@ -574,7 +573,7 @@ class Checkpointer:
             "step": self._step,
             "position": self._done.dump(),
             "orders": self._places.orders(),
-            **self._places.dump(self._place, self._done),
+            **self._places.dump(self._place, self._done, self._data_world.size),
             "data_ranks": self._data_world.size,
             "models": known.models,
             "optimizers": optimizers,
@@ -690,8 +689,8 @@ class Checkpointer:
         found = resuming.load(reader, self._training())
         self._step, self._resumed_step, self._rng = found.step, found.step, found.rng
         self._position, self._done = replace(found.position), replace(found.position)
-        self._saved = Saved(found.position, found.data_ranks)
-        self._places, self._feed = Places(found.places, found.position, found.loader_states, found.orders), None
+        self._places = Places(found.places, found.position, found.loader_states, found.orders, found.data_ranks)
+        self._feed = None
         if self._world.rank == 0:
             apart.keep(self._seat.page, self._of_any_rank, found.apart)
         self._report_position(found)
@@ -757,9 +756,9 @@ class Checkpointer:
 
     def _saved_of(self, place: Place) -> Saved | None:
         """What the checkpoint says of a loader, until it is gone through."""
-        if self._saved is None or place.is_new or place.has_begun:
+        if place.is_new or place.has_begun:
             return None
-        return Saved(place.position, self._saved.world_size, place.state, place.order)
+        return Saved(place.position, place.ranks, place.state, place.order)
 
     # ------------------------------------------------------------------------------ beginning
 

@@ -35,6 +35,7 @@ class Place:
     has_begun: bool = False
     passes: int = 0
     state: Any = None
+    ranks: int = 0  # that its batches are counted by, as the checkpoint has them: until it is gone through
     order: Order = UNKNOWN  # as the checkpoint has it, then as it is
     loader: object = None
     feed: Feed | None = None
@@ -47,8 +48,9 @@ class Places:
         now: Position | None = None,
         states: Mapping[int, Any] | None = None,
         orders: Mapping[int, Order] | None = None,
+        ranks: int = 1,
     ) -> None:
-        """`saved` is what `dump` gave; a checkpoint of a run with one loader has only the position `now`."""
+        """`saved` is what `dump` gave, on so many `ranks`; a checkpoint of a run with one loader has only the position `now`."""
         self._found: list[Place] = []
         self._states = states or {}
         self._orders = orders or {}
@@ -58,6 +60,7 @@ class Places:
             self._saved, self.now = _parse(saved)
         elif now is not None:
             self._saved = [(now, None)]
+        self._ranks = _parse_ranks(saved, len(self._saved), ranks)
 
     def of(self, loader: object) -> Place:
         """Return the place of this loader's data; of data that were not seen before, at their beginning, or where they were when the checkpoint was saved."""
@@ -79,6 +82,7 @@ class Places:
             position.next_epoch()
         state = self._states.get(number)
         place = Place(number, position, size, _reference_to(what), is_new, state=state, order=order)
+        place.ranks = 0 if is_new else self._ranks[number]
         self._found.append(place)
         return place
 
@@ -99,14 +103,21 @@ class Places:
         orders = {**self._orders, **{place.number: place.order for place in self._found}}
         return {str(number): order.dump() for number, order in orders.items() if order != UNKNOWN}
 
-    def dump(self, now: Place, position: Position) -> dict[str, Any]:
-        """Return what a checkpoint keeps, nothing where one loader is all: its position is there anyway. The place `now` is at `position`."""
+    def dump(self, now: Place, position: Position, ranks: int = 1) -> dict[str, Any]:
+        """
+        Return what a checkpoint of so many `ranks` keeps, nothing where one loader is all: its position is there anyway.
+
+        The place `now` is at `position`. One that was not gone through since a resume counts by the ranks of then.
+        """
         positions = [place.position if place is not now else position for place in self._found]
         all_of_them = [(one, place.size) for one, place in zip(positions, self._found, strict=True)]
         all_of_them += self._saved[len(all_of_them) :]
         if len(all_of_them) <= 1:
             return {}
-        return {"places": {"now": self.number(now), "all": [[one.dump(), size] for one, size in all_of_them]}}
+        by = [ranks if place.is_new or place.has_begun else place.ranks for place in self._found]
+        by += self._ranks[len(by) :]
+        kept = {"now": self.number(now), "all": [[one.dump(), size] for one, size in all_of_them]}
+        return {"places": kept if set(by) == {ranks} else kept | {"ranks": by}}
 
 
 def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]], int]:
@@ -114,6 +125,13 @@ def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]],
         case {"now": int(now), "all": list(several)} if 0 <= now < len(several):
             return [_parse_one(one) for one in several], now
     raise StateError(f"the checkpoint's places in the data make no sense: {str(saved)[:80]}")
+
+
+def _parse_ranks(saved: Mapping[str, Any] | None, number: int, ranks: int) -> list[int]:
+    told = [ranks] * number if saved is None else saved.get("ranks", [ranks] * number)
+    if type(told) is not list or len(told) != number or not all(type(one) is int and one > 0 for one in told):
+        raise StateError(f"the checkpoint's places in the data make no sense: ranks: {str(told)[:80]}")
+    return told
 
 
 def _parse_one(saved: object) -> tuple[Position, int | None]:

@@ -264,6 +264,20 @@ def test_loaders_in_another_order_are_refused(tmp_path):
         Run(tmp_path).go(second, max_steps=20)
 
 
+def test_a_loader_that_waits_while_the_number_of_ranks_changes_goes_on_where_it_was(tmp_path):
+    """
+    It was gone through on two ranks, is not touched by an attempt on one, and comes back in a third: eight samples are behind it.
+    """
+    first, second = batches(range(12)), batches(range(20, 32))
+    Run(tmp_path, data_parallel=(0, 2)).go(first, max_steps=4).go(second, max_steps=6).ckpt.finish()
+    Run(tmp_path).go(first, max_steps=4).go(second, max_steps=8).ckpt.finish()
+
+    run = Run(tmp_path).go(first, max_steps=10)
+    run.ckpt.finish()
+
+    assert [[8], [9]] == run.used
+
+
 def test_a_loop_in_the_body_of_another_is_refused(tmp_path):
     """
     Both would count each other's steps.
