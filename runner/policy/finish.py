@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Observed, Outcome, Running, TaskKind
+from runner.facts import (
+    Attempt,
+    Conclusion,
+    Failed,
+    Finished,
+    History,
+    LeaseState,
+    Observed,
+    Outcome,
+    Running,
+    TaskKind,
+)
 from runner.job import AtEnd, Job
 from runner.policy.actions import EXIT_CODES, LOCKED, WRONG_JOB, Action, End, Leave, Wait
 from runner.policy.house import newest_unsafe, set_aside, tidy
@@ -19,7 +30,6 @@ from runner.policy.slow import (
     may_write,
 )
 
-NOT_SAVED = "end_not_saved"  # label of a failure: training is done, and its last state is in no checkpoint
 ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _NO_TIME = "there was no time"
 _CURE = "run it again there: it copies them and trains nothing"
@@ -63,19 +73,30 @@ def after_the_end(job: Job, history: History, seen: Observed) -> Action:
     wish = job.finish.on_success if succeeded else job.finish.on_failure
     only_here = bool(seen.local) and not is_safe(job, seen)
     untold = _tell_untold(job, history, seen)
+    unsaved = tell_unsaved(history.last, seen) if history.last else ""
     missing = tell_missing(job, history, seen) or (untold if succeeded else "")
     return End(
         code=EXIT_CODES[Outcome.STORE if missing else conclusion.outcome],
         stop=wish is AtEnd.STOP,
-        keep=bool(seen.only_here or untold) or only_here or _ended_unsaved(history),
+        keep=bool(seen.only_here or untold) or only_here or bool(unsaved),
         reason=f"{conclusion.reason}, but {missing}" if missing else conclusion.reason,
     )
 
 
-def _ended_unsaved(history: History) -> bool:
-    """What the last attempt wrote may still be in the folder, under a name that nobody takes for a checkpoint's."""
-    found = history.last.diagnosis if history.last else None
-    return found is not None and found.label == NOT_SAVED
+def tell_unsaved(attempt: Attempt, seen: Observed) -> str:
+    """
+    Why training that is done is no success: its last checkpoint is none that can be read, or was set aside since,
+    and what the folder has of it may still be of use to a person. Empty: it is here or in the store, or there was
+    nothing to save.
+    """
+    if seen.end is None or seen.end.kind != "done" or not seen.end.step:
+        return ""
+    ours = [c.ref for c in (*seen.local, *seen.usable) if c.ref.lineage == attempt.lineage or c.ref == attempt.resume]
+    newest = max((ref.step for ref in ours), default=None)
+    if newest is not None and newest >= seen.end.step:
+        return ""
+    found = "there is none of it" if newest is None else f"the newest of it is of step {newest}"
+    return f"training says that it is done at step {seen.end.step}, and its last checkpoint is not there: {found}"
 
 
 def tell_missing(job: Job, history: History, seen: Observed) -> str:
@@ -88,6 +109,8 @@ def tell_missing(job: Job, history: History, seen: Observed) -> str:
         return ""
     if not history.attempts and seen.concluded_elsewhere and seen.concluded_elsewhere.missing:
         return seen.concluded_elsewhere.missing
+    if history.last and (unsaved := tell_unsaved(history.last, seen)):
+        return unsaved
     if seen.local and not is_safe(job, seen):
         return f"the store does not have it: {_why_not(seen)}"
     outputs = tell_missing_outputs(job, seen)

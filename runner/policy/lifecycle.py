@@ -4,7 +4,7 @@ from runner.facts import Attempt, Decision, Diagnosis, Ending, Exit, History, Ob
 from runner.job import Job
 from runner.policy.actions import Accept, Action, GoOn, RecordExit, TrimLogs
 from runner.policy.between import between_attempts
-from runner.policy.finish import NOT_SAVED, after_the_end
+from runner.policy.finish import after_the_end, tell_unsaved
 from runner.policy.house import commit_last, set_aside_spoilt
 from runner.policy.limits import limit_at
 from runner.policy.live import while_live
@@ -78,16 +78,11 @@ def _diagnose_unsaved(attempt: Attempt, seen: Observed) -> Diagnosis | None:
     Done is what was saved. A final checkpoint that was set aside since, or that nobody can read, is a failure, and
     one that comes back is the job's end: the folder stays for a person.
     """
-    if seen.end is None or seen.end.kind != "done" or not seen.end.step:
+    what = tell_unsaved(attempt, seen)
+    if not what:
         return None
-    ours = [c.ref for c in seen.local if c.ref.lineage == attempt.lineage or c.ref == attempt.resume]
-    newest = max((ref.step for ref in ours), default=None)
-    if newest is not None and newest >= seen.end.step:
-        return None
-    found = "there is none of it" if newest is None else f"the newest of it is of step {newest}"
-    what = f"training says that it is done at step {seen.end.step}, and its last checkpoint is not there: {found}"
     return Diagnosis(
-        label=NOT_SAVED,
+        label="end_not_saved",
         category="checkpoint",
         rank=None,
         primary_line="",

@@ -1322,6 +1322,28 @@ def test_a_run_whose_last_state_is_in_no_checkpoint_a_second_time_ends_and_keeps
     assert (EXIT_CODES[Outcome.GAVE_UP], True) == (end.code, end.keep)
 
 
+def test_a_last_checkpoint_that_is_found_damaged_after_the_end_is_no_success():
+    """
+    Its upload reads it, and sets it aside: an older one that is safe in the store is not what was trained.
+    """
+    attempt = replace(ATTEMPT, ending=Ending.SUCCEEDED, exit=Exit(code=0), step=600, ended_at=START)
+    over = Conclusion(outcome=Outcome.SUCCEEDED, reason="training is done", at=START)
+    history = replace(ACCEPTED, attempts=(attempt,), conclusion=over)
+    seen = Observed(now=START, boot_id="b", life="l", local=(CHECKPOINT,), offsite=(CHECKPOINT,))
+    verified = Finished(subject=CHECKPOINT.ref.name, at=START)
+    told = Finished(subject=f"{over.outcome}", at=START)
+    seen = replace(seen, tasks={**DONE, TaskKind.VERIFY: verified, TaskKind.PUBLISH: told})
+
+    whole = decide(JOB, history, replace(seen, end=EndRecord("done", 100)))
+    lost = decide(JOB, history, replace(seen, end=EndRecord("done", 600)))
+
+    elsewhere = decide(JOB, history, replace(seen, local=(), end=EndRecord("done", 100)))
+
+    assert (0, False) == (whole.code, whole.keep) == (elsewhere.code, elsewhere.keep)
+    assert (EXIT_CODES[Outcome.STORE], True) == (lost.code, lost.keep)
+    assert "done at step 600" in lost.reason
+
+
 @pytest.mark.parametrize(
     ("unusable", "orders"), [((CHECKPOINT.ref.name,), 0), ((), 1)], ids=["it rolls back", "it starts over"]
 )
