@@ -351,8 +351,8 @@ def test_the_guardian_is_small(house: Farmhouse, rent):
     It must survive when memory is short.
     """
     server = rent("sleep 600")
-    wait_until((house.disk(server) / "lives").exists)
-    runner = int((house.disk(server) / "lives").read_text())
+    lives = house.disk(server) / "lives"
+    runner = int(wait_until(lambda: lives.exists() and lives.read_text().strip()))
     guardian = Path(f"/proc/{runner}/stat").read_text().rpartition(")")[2].split()[1]
 
     status = Path(f"/proc/{guardian}/status").read_text()
