@@ -765,6 +765,7 @@ class Checkpointer:
     def _start_saver(self, env: dict[str, str], choice: Choice) -> None:
         if self._world.rank == 0:
             env = run.saver_env(env, choice)
+            run.note_saving(Path(env[Env.CHECKPOINT_DIR]), self._seat.page)
             self._seat.saver = SaverProcess(self._seat.page, env, log_path(env))
             self._seat.tend()
 

@@ -219,9 +219,21 @@ def _size(num_bytes: float) -> str:
 def describe_error(directory: Path, error: OSError) -> str:
     """What went wrong with the folder of checkpoints, and what to do about it."""
     advice = _ADVICE.get(error.errno or 0)
+    if error.errno == errno.ENOSPC and _lacks_names(directory):
+        advice = _FEWER
     return f"{directory}: {error.strerror or error}" + (f"; {advice}" if advice else "")
 
 
+def _lacks_names(directory: Path) -> bool:
+    """Whether it is no bytes that are wanting there. Some filesystems have no such number."""
+    try:
+        space = os.statvfs(directory)
+    except OSError:
+        return False
+    return space.f_files > 0 and space.f_favail == 0 < space.f_bavail
+
+
+_FEWER = "there is space, and no file more may be made (df -i): remove some files there, or take another filesystem"
 _FREE = "free some space there, or put the checkpoints on a larger disk"
 _BROKEN = "the disk, or the server behind it, fails: look at dmesg; what is committed stays, the next save tries again"
 _ADVICE = {

@@ -42,6 +42,11 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 
 
+_LIMITED: Final = (
+    "there is memory, and the limit on the size of a file, which counts for it, too, is less: ulimit -f unlimited"
+)
+
+
 class StagingMemory:
     """The rank's end: room for the image of its shard, then its JSON. Empty until the saver has populated it."""
 
@@ -51,8 +56,10 @@ class StagingMemory:
         try:
             os.ftruncate(self.fd, size)
             self.memory = _map(self.fd, size)
-        except BaseException:
+        except BaseException as error:
             os.close(self.fd)
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                raise OSError(errno.EFBIG, _LIMITED) from error
             raise
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from vramfarm import folder, protocol, seat
 from vramfarm.epochs import World
 from vramfarm.folder import Stored
-from vramfarm.protocol import ControlPage, Env
+from vramfarm.protocol import ControlPage, Env, Word
 
 WRITER_PATIENCE_S: Final = 10.0
 PATIENCE_S: Final = 3600.0  # for the slowest rank to load its part
@@ -294,11 +294,29 @@ def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise ResumeError(f"{path}: expected a plain file, which savers lock, found something else: remove it")
     while _is_locked(path):
+        if _is_saved_here(directory):
+            raise ResumeError(
+                f"{directory}: this very process saves into it, by a Checkpointer that has not ended: call its finish() first; "
+                "where it is lost, as in a notebook, restart the process"
+            )
         if time.monotonic() > until:
             raise ResumeError(
                 f"{directory}: another run saves into this folder; end it, or give this one its own: dir="
             )
         time.sleep(0.1)
+
+
+_saved_here: Final[dict[Path, tuple[int, ControlPage]]] = {}  # by folders; with the process, since a fork is another
+
+
+def note_saving(directory: Path, page: ControlPage) -> None:
+    """Remember where this process saves."""
+    _saved_here[directory.resolve()] = (os.getpid(), page)
+
+
+def _is_saved_here(directory: Path) -> bool:
+    pid, page = _saved_here.get(directory.resolve(), (0, None))
+    return page is not None and pid == os.getpid() and not page[Word.ENDED]
 
 
 def _is_locked(path: Path) -> bool:

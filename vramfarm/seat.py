@@ -165,7 +165,7 @@ class Seat:
         try:
             self._announce(size + memory.whole_pages(frozen.size_bytes))
         except OSError as error:
-            self._complain(f"no staging memory: {error}")
+            self._complain(f"no staging memory: {error.strerror or error}")
             return None
         return self._arena.memory if self._arena else None
 
@@ -206,7 +206,7 @@ class Seat:
                 self._put(Slot.WINDOW_BYTES, 0)
                 started = True
         except OSError as error:
-            self._complain(f"no memory to stage step {step}: {error}")
+            self._complain(f"no memory to stage step {step}: {error.strerror or error}")
         finally:
             if not started:
                 self._give_up(step)
@@ -250,7 +250,7 @@ class Seat:
                 ]
                 done = all(self._put_window(step, n, arena, put, place) for n, place in enumerate(places))
         except OSError as error:
-            self._complain(f"no memory to stage step {step}: {error}")
+            self._complain(f"no memory to stage step {step}: {error.strerror or error}")
         finally:
             if not done:
                 self._give_up(step)

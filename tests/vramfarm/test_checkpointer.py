@@ -935,6 +935,30 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     expect_no_other_writer(tmp_path, patience_s=0.2)
 
 
+def test_a_second_one_in_the_same_process_is_told_that_it_is_that(tmp_path):
+    """
+    As when a notebook's cell runs again after a `break`: no other run is to be looked for. After its end there may be one.
+    """
+    first = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+    wait_until_locked(tmp_path)
+
+    with pytest.raises(ResumeError, match=r"this very process saves into it, .* call its finish\(\) first"):
+        Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+    first.finish()
+    Checkpointer(nn.Linear(1, 1), dir=tmp_path).finish()
+
+
+def wait_until_locked(directory):
+    """Until the saver, which has just been started, has its lock."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            expect_no_other_writer(directory, patience_s=0)
+        except ResumeError:
+            return
+        time.sleep(0.02)
+
+
 def test_want_of_room_says_where_and_how_much(tmp_path):
     """
     A path, two numbers and what to do.

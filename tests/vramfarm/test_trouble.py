@@ -19,7 +19,8 @@ import pytest
 
 from tests.fakes import FaultyDisk, Loss, _restore
 from vramfarm import folder, protocol
-from vramfarm.protocol import Ended, Env, Reason, Slot, Word
+from vramfarm.protocol import ControlPage, Ended, Env, Reason, Slot, Word
+from vramfarm.seat import Seat
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -379,6 +380,35 @@ def test_a_folder_that_goes_while_training_runs_is_made_again_and_locked(attempt
     with (training.checkpoints / protocol.SAVER_LOCK).open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     assert [] == left_behind(training)
+
+
+def test_a_disk_with_space_and_no_name_left_is_told_as_that(small_disk):
+    """
+    `df` shows space, so "free some" sends whoever looks the wrong way.
+    """
+    subprocess.run(["mount", "-o", "remount,nr_inodes=3", small_disk], check=True)
+    (small_disk / "a").touch()
+    (small_disk / "b").touch()
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        (small_disk / "c").touch()
+
+    assert f"{small_disk}: No space left on device; {folder._FEWER}" == folder.describe_error(small_disk, caught.value)
+
+
+def test_a_limit_on_files_that_bounds_memory_is_no_want_of_memory(tmp_path):
+    """
+    `ulimit -f` counts for staging memory, too: told is which limit it is.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seat = Seat(ControlPage.create(tmp_path / "page", num_ranks=1), 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        staged = seat.stage(1, 8 << 20, b"{}", lambda _, __: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert (False, True) == (staged, seat.page.error().endswith("is less: ulimit -f unlimited"))
 
 
 def test_a_saver_that_gets_no_more_memory_is_not_stuck(attempt):
