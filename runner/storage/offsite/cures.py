@@ -197,8 +197,8 @@ def _refused(where: str, error: ClientError) -> OffsiteError:
     status = answer.get("HTTPStatusCode", 0)
     said = _said(fields.get("Message", ""))
     passing = code in _PASSING or status >= 500 or status in _PASSING_STATUS  # noqa: PLR2004  # the server's fault
-    of_status = "" if code in _PASSING else _HINTS.get(str(status), "")  # AWS sends RequestTimeout and BadDigest as 400
-    hint = _HINTS.get(code) or of_status
+    bare = "" if status == 400 and code != "400" else str(status)  # noqa: PLR2004  # a 400 with a code says why: some pass, some are of one object
+    hint = _HINTS.get(code) or _HINTS.get(bare, "")
     region = fields.get("Region") or answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if hint == _REGION_HINT and region:
         hint = f"{hint} to {_said(region)}"
