@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset, WeightedRandomSampler
 
 from vramfarm import Checkpointer, folder
+from vramfarm.epochs import World
 from vramfarm.typed import StateError
 
 
@@ -269,7 +270,9 @@ def test_a_loader_that_waits_while_the_number_of_ranks_changes_goes_on_where_it_
     It was gone through on two ranks, is not touched by an attempt on one, and comes back in a third: eight samples are behind it.
     """
     first, second = batches(range(12)), batches(range(20, 32))
-    Run(tmp_path, data_parallel=(0, 2)).go(first, max_steps=4).go(second, max_steps=6).ckpt.finish()
+    run = Run(tmp_path)
+    run.ckpt._data_world = World(0, 2)  # as if there were another rank
+    run.go(first, max_steps=4).go(second, max_steps=6).ckpt.finish()
     Run(tmp_path).go(first, max_steps=4).go(second, max_steps=8).ckpt.finish()
 
     run = Run(tmp_path).go(first, max_steps=10)
