@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vramfarm import state
+from vramfarm import optim, state
 from vramfarm.checksum import crc32
 from vramfarm.protocol import ControlPage, Slot
 from vramfarm.seat import Seat
@@ -78,7 +78,7 @@ def whole_weights(
     models: Mapping[str, nn.Module], optimizers: Sequence[tuple[str, torch.optim.Optimizer]]
 ) -> list[tuple[str, Tensor]]:
     """Return some trained parameters that each rank has all of, from the first to the last, by name."""
-    trained = {id(p) for _, one in optimizers for group in one.param_groups for p in group["params"]}
+    trained = {id(one) for one in optim.parameters_of(*dict(optimizers).values())}
     found: dict[int, tuple[str, Tensor]] = {}
     for prefix, model in models.items():
         spread = state.ranges_of([model])

@@ -5,7 +5,7 @@ What optimizers keep of each parameter: under the parameter's name, so that it i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +18,13 @@ from vramfarm.flat import Range
 from vramfarm.loading import Reader
 from vramfarm.state import Snapshot, Then
 from vramfarm.typed import StateError
+
+
+def parameters_of(*optimizers: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield what they train, group after group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -90,7 +97,7 @@ def merge_states(rank_0: Sequence[Sequence[Any]], others: Iterable[Sequence[Sequ
 def plan_optimizer(reader: Reader, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], saved: Any) -> Then:  # noqa: ANN401  # JSON
     """Ask for an optimizer's state, matched by parameter name, in the precision it was saved in."""
     names = optimizer_names(optimizer, models)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [*parameters_of(optimizer)]
     groups = state.decode(saved["groups"], reader.whole)
     _check_class(optimizer, saved.get("class"), groups)
     _check_groups(optimizer, names, groups)

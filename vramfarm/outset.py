@@ -75,14 +75,10 @@ class Outset:
     def _look(self) -> Iterator[Tensor]:
         for model in self._models.values():
             yield from model.parameters()
-        for _, optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+        yield from optim.parameters_of(*dict(self._optimizers).values())
 
     def _untrained(self, names: Sequence[str]) -> str:
-        trained = {
-            id(one) for _, optimizer in self._optimizers for group in optimizer.param_groups for one in group["params"]
-        }
+        trained = {id(one) for one in optim.parameters_of(*dict(self._optimizers).values())}
         weights = [(name, self._weights[name]()) for name in names]
         lost = [name for name, one in weights if one is not None and one.requires_grad and id(one) not in trained]
         return f"; no optimizer that was given trains {_some(lost)}" if lost else ""

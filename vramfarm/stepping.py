@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vramfarm import state
+from vramfarm.optim import parameters_of
 
 _all_given: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()  # to any Checkpointer of this process
 _STRANGER: Final = (
@@ -92,7 +93,7 @@ class Stepping:
                 self._count(number, self._num_done())
 
     def drop_gradients(self) -> None:
-        for parameter in _parameters(self._optimizers):
+        for parameter in parameters_of(*self._optimizers):
             parameter.grad = None
 
     def _count(self, number: int, now: int) -> None:
@@ -136,9 +137,9 @@ class Stepping:
         stepped = [
             one for n, one in enumerate(self._optimizers) if self._stepped[n][0] == before or n in self._unhooked
         ]
-        ours = {id(one) for one in _parameters(stepped)}
+        ours = {id(one) for one in parameters_of(*stepped)}
         for other in others:
-            its = [one for one in _parameters([other]) if id(one) not in ours]
+            its = [one for one in parameters_of(other) if id(one) not in ours]
             if its:
                 self._told.add(other)
                 yield _STRANGER.format(kind=type(other).__qualname__, what=_names_of(its, models))
@@ -174,12 +175,6 @@ def _names_of(parameters: Sequence[Tensor], models: Mapping[str, nn.Module]) -> 
     return first + (f" and {len(parameters) - 1} more" if len(parameters) > 1 else "")
 
 
-def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
-
 def _versions(optimizer: Optimizer) -> list[int]:
     """Every change of a weight in place counts one of these up, but for those through `.data`."""
-    return [one._version for one in _parameters([optimizer])]  # noqa: SLF001
+    return [one._version for one in parameters_of(optimizer)]  # noqa: SLF001

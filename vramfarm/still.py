@@ -121,16 +121,14 @@ def _parts(models: Mapping[str, nn.Module], optimizers: _Named) -> Iterator[obje
                 temporary = module._non_persistent_buffers_set  # noqa: SLF001
                 yield from (one for name, one in module._buffers.items() if name not in temporary)  # noqa: SLF001
     for _, optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from optim.parameters_of(optimizer)
         for inner in optimizer.state.values():
             yield from inner.values() if isinstance(inner, dict) else (inner,)
 
 
 def _owned(optimizers: _Named) -> Iterator[Tensor]:
     for _, optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from optim.parameters_of(optimizer)
         for inner in optimizer.state.values():
             yield from (one for one in inner.values() if isinstance(one, Tensor))
 

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.vramfarm.own_objects import Kept
 from vramfarm import Checkpointer, folder
 from vramfarm.loading import Reader
 from vramfarm.protocol import Word
@@ -221,17 +222,6 @@ class Net(nn.Module):
         for one in self.frozen:
             x = x + one[0, :5]
         return x * self.scale * self.gain.float().mean() + self.count if hasattr(self, "scale") else x
-
-
-class Kept:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 class Pairs:

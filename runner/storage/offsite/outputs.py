@@ -68,7 +68,7 @@ def copy_outputs(  # noqa: PLR0913  # called once
     copying = _Copying(store, job, places.run_dir / INDEX, believe=believe)
     walk = _Walk(job, folders, places, copying.is_there)
     num_bytes = sum(file.was[0] for file in walk.changed())
-    if num_bytes or walk.num_changed:  # they are found once more, for so many are not kept
+    if walk.num_changed:  # they are found once more, for so many are not kept
         walk = _Walk(job, folders, places, copying.is_there)
         meter = Meter(num_bytes, progress)
 
