@@ -32,12 +32,12 @@ def parse_flags(**given: object) -> tuple[bool, ...]:
 def parse_world(given: object, world: World) -> World:
     """Return `data_parallel=(rank, size)`."""
     match given:
-        case (int(rank), int(size)) if 0 <= rank < size <= world.size:
+        case (int(rank), int(size)) if 0 <= rank < size and world.size % size == 0:
             return World(rank, size)
         case (int(rank), int(size)) if 0 <= rank < size:
             raise ValueError(
-                f"data_parallel: expected a size of {world.size} at most, the number of ranks that run, got {given!r}: "
-                "what the others should see nobody would"
+                f"data_parallel: expected a size that divides {world.size}, the number of ranks that run, got {given!r}: "
+                "each part of the data is seen by as many ranks"
             )
     raise ValueError(f"data_parallel: expected (rank, size) with a rank from 0 to size - 1, got {given!r}")
 

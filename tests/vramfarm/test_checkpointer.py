@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from vramfarm import Checkpointer, data, folder, protocol
+from vramfarm import Checkpointer, arguments, data, folder, protocol
 from vramfarm.checkpointer import NO_OPTIMIZER, _scalar
 from vramfarm.epochs import World
 from vramfarm.loading import Reader
@@ -1029,7 +1029,7 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
         ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
         ({"loader": "data"}, "loader: expected a loader, or something else that gives batches, got str"),
-        ({"data_parallel": (1, 2)}, r"data_parallel: expected a size of 1 at most, .* got \(1, 2\)"),
+        ({"data_parallel": (1, 2)}, r"data_parallel: expected a size that divides 1, .* got \(1, 2\)"),
         ({"seed": None}, "seed: expected a whole number, got None"),
         ({"seed": 1.5}, "seed: expected a whole number, got 1.5"),
         ({"allow_pickle": "no"}, "allow_pickle: expected True or False, got 'no'"),
@@ -1048,6 +1048,15 @@ def test_what_a_keyword_cannot_be_is_refused_by_its_name(tmp_path, given, said):
     """
     with pytest.raises((ValueError, TypeError, ResumeError), match=said):
         Checkpointer(**{"model": nn.Linear(1, 1), "dir": tmp_path} | given)
+
+
+@pytest.mark.parametrize("given", [(0, 3), (1, 8)], ids=str)
+def test_parts_of_the_data_are_seen_by_as_many_ranks_each(given):
+    """
+    Of four ranks no three can see different data: what the fourth sees would be anybody's guess.
+    """
+    with pytest.raises(ValueError, match="data_parallel: expected a size that divides 4"):
+        arguments.parse_world(given, World(0, 4))
 
 
 @pytest.mark.parametrize(
