@@ -43,10 +43,10 @@ bench: install
 	  --size "--layers 6 --hidden 1280 --vocabulary 8192 --sequence 16 --per-card 1 --global-batch 2"
 	@cat build/bench-out/checkpoint.md build/bench-out/restart.md
 
-# Faults while a checkpoint is written or read, in our engine and in torch's DCP: make correctness ROUNDS=1000
+# Faults while a checkpoint is written or read, in our engine and in torch's DCP: make correctness ROUNDS=1000 JOBS=4, which plays so many rounds side by side
 ROUNDS ?= 100
 correctness: install
-	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --out build/correctness
+	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --jobs $(JOBS) --out build/correctness
 
 # Trainings made of features by chance, undisturbed and in pieces: make scenarios SEEDS=200, from SEED on. A fault's folder stays in build/scenarios.
 SEEDS ?= 20

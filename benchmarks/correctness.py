@@ -2,6 +2,7 @@
 What may go wrong while a checkpoint is written or read, done to our engine and to torch's DCP in one run.
 
     make correctness ROUNDS=300        or: python benchmarks/correctness.py --rounds 300 --out build/correctness
+    --jobs 32        the rounds of a row, and the rows, side by side in so many processes; one table
 
 Ranks are forked from this process, which has imported torch once; they are real processes with a real process
 group, and they are really killed. A state is right when all its numbers are those of one step. Written are
@@ -37,6 +38,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is about the processor, and torch takes a card where it finds one
 import torch
 import torch._dynamo  # here, so that not every rank imports what torch imports late
 import torch.distributed as dist
@@ -52,6 +54,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.side_by_side import side_by_side
 from vramfarm import Checkpointer, folder
 from vramfarm.epochs import GlobalBatches, World
 from vramfarm.loading import Reader
@@ -599,7 +602,7 @@ def flipped(engine, at, rounds, dice):
         refused += seen is None
         wrong += seen is not None and not seen[1]
         shutil.rmtree(at / "copy")
-    return Outcome(rounds - wrong, rounds, f"other numbers were loaded {wrong} times" * bool(wrong))
+    return Outcome(rounds - wrong, rounds, "other numbers were loaded" * bool(wrong))
 
 
 class Bomb:
@@ -1000,6 +1003,7 @@ class Row:
     act: object
     share: float = 0.2  # of the rounds
     least: int = 2
+    divides: bool = True  # its rounds know nothing of each other
 
 
 ROWS = (
@@ -1014,15 +1018,64 @@ ROWS = (
     Row("no room on the disk for all of it (ENOSPC)", no_room, 0.1),
     Row("`destroy_process_group()` and exit before the save is on the disk", destroyed),
     Row("one bit of a shard flipped", flipped, 0.5),
-    Row("every file in turn a hostile pickle", hostile),
-    Row("/dev/shm of 64 MiB, 67 MB of state", small_shm),
-    Row("FSDP2 with AdamW from one number of ranks to the next, bit for bit", resharded),
-    Row("FSDP1, FSDP2 and DDP in turn, with AdamW, bit for bit", rewrapped),
-    Row("resumed twice: the losses of the undisturbed run, bit for bit", resumed),
-    Row("the samples of each step from one number of ranks to the next, with gradient accumulation", accounted),
-    Row("names without wrappers", same_keys),
+    Row("every file in turn a hostile pickle", hostile, divides=False),
+    Row("/dev/shm of 64 MiB, 67 MB of state", small_shm, divides=False),
+    Row("FSDP2 with AdamW from one number of ranks to the next, bit for bit", resharded, divides=False),
+    Row("FSDP1, FSDP2 and DDP in turn, with AdamW, bit for bit", rewrapped, divides=False),
+    Row("resumed twice: the losses of the undisturbed run, bit for bit", resumed, divides=False),
+    Row(
+        "the samples of each step from one number of ranks to the next, with gradient accumulation",
+        accounted,
+        divides=False,
+    ),
+    Row("names without wrappers", same_keys, divides=False),
     Row("two runs, one folder", two_runs),
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a row's rounds, in a process and a folder of their own."""
+
+    row: Row
+    engine: type
+    rounds: int
+    seed: int
+    at: Path
+
+    def play(self):
+        began = time.monotonic()
+        self.at.mkdir()
+        try:
+            outcome = self.row.act(self.engine, self.at, self.rounds, random.Random(self.seed))
+        except MissingError as error:
+            outcome = Outcome(0, 0, f"not possible here: {error}"[:120], skipped=True)
+        except (AssertionError, TimeoutError, IndexError, ValueError) as error:
+            outcome = Outcome(0, self.rounds, repr(error)[:200])
+        used, name = sum(os.times()[:4]), self.row.act.__name__
+        told = f"{used:6.1f} CPU s {time.monotonic() - began:6.1f} s  {name:12} {self.engine.name:9} {outcome.text()}"
+        print(told, flush=True)
+        if outcome.passed:
+            shutil.rmtree(self.at, ignore_errors=True)
+        return asdict(outcome)
+
+
+def parts_of(number, row, engine, arguments, out):
+    wanted = (engine is Dcp and arguments.dcp_rounds) or arguments.rounds
+    rounds = max(row.least, round(row.share * wanted))
+    shares = min(arguments.jobs, rounds // row.least) if row.divides else 1
+    sizes = [rounds // shares + (share < rounds % shares) for share in range(shares)]
+    return [
+        Part(row, engine, size, arguments.seed + 1000 * share, out / f"{number:02d}-{engine.name}-{share}")
+        for share, size in enumerate(sizes)
+    ]
+
+
+def joined(outcomes):
+    """What was seen: first where it was not as it must be."""
+    says = [one.says for one in sorted(outcomes, key=lambda one: one.passed) if one.says]
+    good, rounds = (sum(getattr(one, name) for one in outcomes) for name in ("good", "rounds"))
+    return Outcome(good, rounds, "".join(says[:1]), skipped=all(one.skipped for one in outcomes))
 
 
 def main():
@@ -1032,30 +1085,15 @@ def main():
     out = Path(arguments.out).absolute()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    rows = []
-    for number, row in enumerate(ROWS):
-        if arguments.only and row.act.__name__ not in arguments.only:
-            continue
-        found = {}
-        for engine, wanted in ((Ours, arguments.rounds), (Dcp, arguments.dcp_rounds or arguments.rounds)):
-            rounds = max(row.least, round(row.share * wanted))
-            began, at = time.monotonic(), out / f"{number:02d}-{engine.name}"
-            at.mkdir()
-            try:
-                found[engine.name] = row.act(engine, at, rounds, random.Random(arguments.seed))
-            except MissingError as error:
-                found[engine.name] = Outcome(0, 0, f"not possible here: {error}"[:120], skipped=True)
-            except (AssertionError, TimeoutError, IndexError, ValueError) as error:
-                found[engine.name] = Outcome(0, rounds, repr(error)[:200])
-            seen = found[engine.name]
-            used = sum(os.times()[:4])
-            print(
-                f"{used:6.1f} CPU s {time.monotonic() - began:6.1f} s  {row.act.__name__:12} {engine.name:9} {seen.text()}",
-                flush=True,
-            )
-            if seen.passed:
-                shutil.rmtree(at, ignore_errors=True)
-        rows.append((row.name, found))
+    rows = [row for row in ROWS if not arguments.only or row.act.__name__ in arguments.only]
+    parts = [
+        p for n, row in enumerate(rows) for engine in (Ours, Dcp) for p in parts_of(n, row, engine, arguments, out)
+    ]
+    found = {(row, engine): [] for row in rows for engine in (Ours, Dcp)}
+    for part, told in side_by_side(Part.play, parts, arguments.jobs):
+        outcome = Outcome(**told) if told else Outcome(0, part.rounds, f"it broke off: {part.at}")
+        found[part.row, part.engine].append(outcome)
+    rows = [(row.name, {engine.name: joined(found[row, engine]) for engine in (Ours, Dcp)}) for row in rows]
     write(out, arguments, rows)
     failed = [name for name, found in rows if not found["vramfarm"].passed]
     sys.exit(1 if failed else 0)
@@ -1068,13 +1106,14 @@ def write(out, arguments, rows):
         "machine": platform.machine(),
         "rounds": arguments.rounds,
         "seed": arguments.seed,
+        "jobs": arguments.jobs,
     }
     data = {
         name: {engine: asdict(one) | {"passed": one.passed} for engine, one in found.items()} for name, found in rows
     }
     (out / "correctness.json").write_text(json.dumps({"about": about, "rows": data}, indent=1))
     lines = [
-        f"{about['date']}, torch {about['torch']}, `make correctness ROUNDS={about['rounds']}`, seed {about['seed']}",
+        f"{about['date']}, torch {about['torch']}, `make correctness ROUNDS={about['rounds']} JOBS={about['jobs']}`, seed {about['seed']}",
         "",
         "| | vramfarm | DCP as it comes |",
         "|---|---|---|",
@@ -1093,6 +1132,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dcp-rounds", type=int, help="other ones for DCP, where only ours is judged")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="so many processes, each with some rounds of a row")
     parser.add_argument("--out", default="build/correctness")
     parser.add_argument("--only", nargs="*", default=[], help="names of rows' functions")
     return parser.parse_args()

@@ -18,7 +18,7 @@ def test_ours_passes_every_row(tmp_path):
 
     `make correctness ROUNDS=1000` is the long version; its table is in docs/correctness.md.
     """
-    argv = (sys.executable, SUITE, "--rounds", "10", "--dcp-rounds", "1", "--out", tmp_path / "out")
+    argv = (sys.executable, SUITE, "--rounds", "10", "--dcp-rounds", "1", "--jobs", "2", "--out", tmp_path / "out")
     done = subprocess.run(argv, timeout=800, check=False, capture_output=True, text=True)
     print(done.stdout)
 
