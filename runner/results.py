@@ -89,12 +89,9 @@ class StoreView:
                 continue
             if isinstance(state, Finished):
                 self._finished(kind, state, self._known.get(kind))
-            elif isinstance(state, Failed) and kind in _COMPARES and is_lost_there(state, self._num_usable()):
+            elif isinstance(state, Failed) and kind in _COMPARES and is_lost_there(state):
                 self._is_damaged[state.subject] = True
             self._known[kind] = state
-
-    def _num_usable(self) -> int:
-        return sum(not self._is_damaged.get(c.ref.name, False) for c in self.checkpoints or ())
 
     def unusable_now(self) -> frozenset[str]:
         """Names of checkpoints whose bytes in the store were found to be others, in this life."""

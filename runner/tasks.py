@@ -215,7 +215,7 @@ def survey(arguments: Arguments, progress: Progress) -> dict[str, Any]:
 def look(store: Store, arguments: Arguments) -> dict[str, Any]:
     known = {name: (which, why) for name, (which, why) in arguments["spoilt"].items()}
     here = {checkpoint.ref.name for checkpoint in _directory(arguments).committed()}
-    found = surveying.survey(store, arguments["job"], here=here, spoilt=known)
+    found = surveying.survey(store, arguments["job"], here=here, spoilt=known, given_up=arguments["given_up"])
     return {
         "checkpoints": [dump_checkpoint(c) for c in found.checkpoints],
         "spoilt": found.spoilt,
@@ -318,10 +318,11 @@ def fork(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         job=job.name,
         framework=framework_name(job),
         lineage=int(lineage),
+        given_up=arguments["given_up"],
         progress=progress,
     )
     moved = f"{_moved(forked.checkpoint.size_bytes, started)}, checksums compared"
-    older = f"; newer ones are damaged: {'; '.join(forked.damaged)}" if forked.damaged else ""
+    older = f"; newer ones were passed over: {'; '.join(forked.passed_over)}" if forked.passed_over else ""
     return {"summary": f"{forked.checkpoint.ref.name} is a copy of {forked.checkpoint.origin}: {moved}{older}"}
 
 

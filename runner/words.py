@@ -378,7 +378,8 @@ def _tell_end(kind: TaskKind, state: TaskState, after: Observed) -> str:
             return _done(kind, state)
         case Failed(unreadable=True, subject=name, failures=number) if name in after.unusable_now:
             what = f"{kind} {name} failed {number} times: {state.error}"
-            return f"{what}; the store reads others, so an older one is taken, and this one stays there"
+            then = "an older one is taken, and this one stays there" if after.usable else "there is no other"
+            return f"{what}; the store reads what is beside it, so it is not waited for any longer: {then}"
         case _:
             return ""
 

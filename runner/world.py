@@ -42,6 +42,7 @@ from runner.policy.batch import accumulation
 from runner.policy.finish import ALL_OUTPUTS, tell_missing
 from runner.policy.limits import ends
 from runner.policy.preflight import share_cores
+from runner.policy.slow import is_lost_there
 from runner.probes.host import count_cores
 from runner.probes.unsaved import find_unsaved
 from runner.results import Checked, LeaseView, StoreView, dump_conclusion
@@ -294,10 +295,11 @@ class RealWorld:
     # -------------------------------------------------------------------------------- act
 
     def begin(self, kind: TaskKind, subject: str) -> None:
-        self._board.start(kind, subject, _argv(kind), self._arguments(subject), now=self._clock.now())
+        self._board.start(kind, subject, _argv(kind), self._arguments(kind, subject), now=self._clock.now())
 
-    def _arguments(self, subject: str) -> dict[str, Any]:
+    def _arguments(self, kind: TaskKind, subject: str) -> dict[str, Any]:
         setting = self._setting
+        failed = self._board.failure(kind, subject)
         return {
             "scene": self._scene(),
             "subject": subject,
@@ -310,6 +312,7 @@ class RealWorld:
             "place": dump_place(setting.job.offload),
             "abilities": self._store.abilities,
             "spoilt": self._store.spoilt,
+            "given_up": failed is not None and is_lost_there(failed),
             "unusable": sorted(self._store.unusable(self._history.unusable)),
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,
             "setup": list(setting.job.setup),

@@ -342,10 +342,10 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
     lost = _lost(seen, floor)
     if plan.ref is None and lost:
         more = f" and {len(lost) - _A_FEW} more" if len(lost) > _A_FEW else ""
-        reason = (
-            f"checkpoints exist and none can be used ({', '.join(lost[:_A_FEW])}{more}); --start-over begins at step 0"
-        )
-        return refuse(Outcome.STORE, reason, job, seen)
+        reason = f"checkpoints exist and none can be used ({', '.join(lost[:_A_FEW])}{more})"
+        failed = seen.tasks.get(TaskKind.RESTORE)
+        why = f": {_with_hint(failed)}" if isinstance(failed, Failed) and failed.unreadable else ""
+        return refuse(Outcome.STORE, f"{reason}{why}; --start-over begins at step 0", job, seen)
     if no_lineage := _expect_lineage(plan.lineage, job, seen):
         return no_lineage
     needed = seen.preflight.env if seen.preflight else {}

@@ -68,16 +68,14 @@ def _may_retry(kind: TaskKind, failed: Failed, seen: Observed) -> bool:
     )
 
 
-def is_lost_there(failed: Failed, num_usable: int) -> bool:
+def is_lost_there(failed: Failed) -> bool:
     """
-    Whether a checkpoint is as good as damaged in the store: one that fails at its bytes, and reads others, is waited
-    for as long as a part of it may take to start again, and no longer, where there are others of `num_usable`. It
-    stays there.
+    Whether a checkpoint is as good as damaged in the store: one that fails at its bytes, and reads what is beside
+    them, is waited for as long as a part of it may take to start again, and no longer. It stays there.
     """
-    if failed.damaged or num_usable < 2 or not failed.unreadable:  # noqa: PLR2004  # itself and another
-        return failed.damaged
     waited = failed.at - (failed.since or failed.at)
-    return failed.failures >= UNREADABLE_TRIES and waited >= UNREADABLE
+    is_given_up = failed.unreadable and failed.failures >= UNREADABLE_TRIES and waited >= UNREADABLE
+    return failed.damaged or is_given_up
 
 
 def failure_of(kind: TaskKind, subject: str, seen: Observed) -> Failed | None:

@@ -12,6 +12,8 @@ from runner.policy.slow import STORE_PATIENCE, UNREADABLE, is_last_word
 _FIRST = (TaskKind.LEASE, TaskKind.SURVEY)  # what is here already is trained on without them
 _BRINGERS = (TaskKind.STAGE, TaskKind.FORK, TaskKind.RESTORE, TaskKind.REOPEN)
 
+_OF_CHECKPOINTS = frozenset({TaskKind.SURVEY, TaskKind.FORK, TaskKind.RESTORE})
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -65,10 +67,19 @@ def _describe(kind: TaskKind, failed: Failed, job: Job, limit: datetime | None, 
         f"it is tried again until {until:%H:%M} UTC at the latest, and nothing is trained before; "
         f"then exit {EXIT_CODES[outcome]}{stop}, nothing is lost: {after}"
     )
-    if kind is TaskKind.RESTORE and failed.unreadable and len(seen.usable) > 1:
-        older = (failed.since or failed.at) + UNREADABLE
-        rule = f"the store can read others: from {older:%H:%M} UTC on an older one is taken, and this one stays there"
+    given_up = (failed.since or failed.at) + UNREADABLE
+    if kind in _OF_CHECKPOINTS and failed.unreadable and given_up < until:
+        until, rule = given_up, _give_up(kind, f"{given_up:%H:%M} UTC", stop, seen)
     return Waiting(kind, failed, until, rule)
+
+
+def _give_up(kind: TaskKind, when: str, stop: str, seen: Observed) -> str:
+    """The store fails at this one alone: an hour more would bring it back no likelier than minutes do."""
+    end = f"exit {EXIT_CODES[Outcome.STORE]}{stop}: mend the store, or --start-over begins at step 0"
+    if kind is TaskKind.RESTORE and len(seen.usable) < 2:  # noqa: PLR2004  # itself and another
+        return f"the store reads what is beside it: it is tried again until {when}; there is no other, so then {end}"
+    older = f"the store can read others: from {when} on an older one is taken, and this one stays there"
+    return older if kind is TaskKind.RESTORE else f"{older}; if there is none, {end}"
 
 
 _SERVER = {AtEnd.STOP: "the server is stopped", AtEnd.KEEP: "the server stays and is billed"}

@@ -32,7 +32,7 @@ Open = Callable[[str], Store]
 @dataclass(frozen=True, slots=True)
 class Forked:
     checkpoint: Checkpoint
-    damaged: tuple[str, ...]  # newer ones that were not taken, and why
+    passed_over: tuple[str, ...]  # newer ones, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +50,27 @@ def fork(  # noqa: PLR0913  # from where, to where, and what it is there
     framework: str,
     lineage: int,
     progress: Progress,
+    given_up: bool = False,
 ) -> Forked:
     """
     Commit a copy of the newest checkpoint at `place` that is whole: a checkpoint, a folder of some, or a run.
+    `given_up`: what the store alone fails at was waited for long enough, and counts as damaged.
 
     `JobError` if there can be none, `StoreError` if there is none, or none that is whole.
     """
-    damaged: list[str] = []
-    for candidate in _candidates(place, open_at):
+    passed_over: list[str] = []
+    for candidate in _candidates(place, open_at, given_up=given_up):
         try:
             source = candidate.open()
             checkpoint = _copy(source, candidate.origin, directory, job, framework, lineage, progress)
         except OffsiteError as error:  # noqa: PERF203  # few
-            if not error.damaged:
+            is_unreadable = error.of_server and error.of_object
+            if not (error.damaged or (given_up and is_unreadable)):
                 raise
-            damaged.append(str(error))
+            passed_over.append(str(error))
         else:
-            return Forked(checkpoint, tuple(damaged))
-    raise StoreError(f"checkpoint.resume: {place}: expected a whole checkpoint: {'; '.join(damaged)}", hint=_OLDER)
+            return Forked(checkpoint, tuple(passed_over))
+    raise StoreError(f"checkpoint.resume: {place}: expected a whole checkpoint: {'; '.join(passed_over)}", hint=_OLDER)
 
 
 def _copy(  # noqa: PLR0913, PLR0917  # as above
@@ -96,18 +99,18 @@ def _copy(  # noqa: PLR0913, PLR0917  # as above
 # ------------------------------------------------------------------------- where it may be
 
 
-def _candidates(place: str, open_at: Open) -> Iterator[_Candidate]:
+def _candidates(place: str, open_at: Open, *, given_up: bool) -> Iterator[_Candidate]:
     """The newest first."""
-    return _in_store(place, open_at) if "://" in place else _on_disk(Path(place))
+    return _in_store(place, open_at, given_up=given_up) if "://" in place else _on_disk(Path(place))
 
 
-def _in_store(place: str, open_at: Open) -> Iterator[_Candidate]:
+def _in_store(place: str, open_at: Open, *, given_up: bool) -> Iterator[_Candidate]:
     where, job, name = split_address(place)
     store = open_at(where)
-    survey = surveying.survey(store, job, wanted=name)
+    survey = surveying.survey(store, job, wanted=name, given_up=given_up)
     found = [c.ref for c in survey.checkpoints if name in {"", c.ref.name}]
     if not found:
-        problems = [problem for problem in survey.unusable if problem.startswith(name)]
+        problems = [problem for problem in survey.problems if problem.startswith(name)]
         raise StoreError(
             f"checkpoint.resume: {place}: expected a whole checkpoint: {'; '.join(problems) or 'none is there'}",
             hint="`vramfarm-runner checkpoints ls URL` shows what is there",

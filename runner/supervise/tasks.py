@@ -67,7 +67,7 @@ class TaskBoard:
                 stdin.seek(0)
                 task = self._spawn(kind, argv, stdin)
         self._tasks[kind] = task
-        after = self._failures.get((kind, subject))
+        after = self.failure(kind, subject)
         self._states[kind] = Running(subject=subject, started_at=now, has_spoken=False, after=after)
 
     def prepare(self, kind: TaskKind, argv: Sequence[str]) -> None:
@@ -99,6 +99,10 @@ class TaskBoard:
         for kind in tuple(self._tasks):
             self._look(kind, now)
         return MappingProxyType(dict(self._states))
+
+    def failure(self, kind: TaskKind, subject: str) -> Failed | None:
+        """How this very work failed when it was last tried, if it did."""
+        return self._failures.get((kind, subject))
 
     def is_running(self, kind: TaskKind) -> bool:
         return kind in self._tasks

@@ -20,10 +20,11 @@ from runner.facts import (
     TaskKind,
 )
 from runner.job import Job
-from runner.policy.actions import Conclude, End, Notify
+from runner.policy.actions import Begin, Conclude, End, Notify, Wait
 from runner.policy.lifecycle import decide
 from runner.policy.notices import decide_and_tell
 from runner.policy.waiting import tell_waiting
+from runner.results import StoreView
 from vramfarm.protocol import Ref
 
 START = datetime(2026, 1, 1, 17, 22, tzinfo=UTC)
@@ -98,6 +99,60 @@ def test_what_is_said_of_an_outage_is_what_becomes_of_it(case, limit_min, code):
             break
     ended = action.code if isinstance(action, End) else {Outcome.LIMIT: 7}[action.outcome]
     assert code == ended
+
+
+OLDER = replace(CHECKPOINT, ref=replace(REF, step=400, id="00000190"))
+
+
+@pytest.mark.parametrize("there", [(CHECKPOINT,), (OLDER, CHECKPOINT)], ids=["the only one", "there is an older one"])
+def test_one_that_the_store_alone_fails_at_is_given_up_when_it_was_said(there):
+    """
+    Not after half an hour of an idle server: what answers for all else will not bring this one back.
+    """
+    first, *later = (_unreadable(minute, there) for minute in range(31))
+    waiting = tell_waiting(JOB, ACCEPTED, first)
+    actions = [(seen.now, decide(JOB, ACCEPTED, seen)) for seen in later]
+
+    assert waiting is not None
+    at, action = next((now, action) for now, action in actions if not isinstance(action, Wait | Notify))
+    assert (waiting.until, START + timedelta(minutes=5)) == (at, at)
+    if len(there) == 1:
+        assert "then exit 4, the server is stopped: mend the store, or --start-over" in waiting.line
+        assert isinstance(action, End)
+        assert (4, f"checkpoints exist and none can be used ({REF.name}): no answer; check it") == (
+            action.code,
+            action.reason.partition("; --start-over")[0],
+        )
+    else:
+        assert "from 17:27 UTC on an older one is taken" in waiting.line
+        assert Begin(TaskKind.RESTORE, OLDER.ref.name) == action
+
+
+def _unreadable(minute, there):
+    """What is seen after so many minutes of a store that answers 500 for one file."""
+    now, view = START + timedelta(minutes=minute), StoreView()
+    failed = replace(away(REF.name, now), unreadable=True)
+    view.learn({TaskKind.RESTORE: failed})
+    lost = view.unusable_now()
+    looked = seen(TaskKind.RESTORE, REF.name, now, **KNOWN | {"offsite": there}, unusable=lost, unusable_now=lost)
+    # it is being tried again until it is lost
+    state = failed if lost else Running(subject=REF.name, started_at=now, after=failed)
+    return replace(looked, tasks=looked.tasks | {TaskKind.RESTORE: state})
+
+
+@pytest.mark.parametrize("kind", [TaskKind.SURVEY, TaskKind.FORK])
+def test_whoever_does_not_know_what_else_is_there_says_both(kind):
+    """
+    A manifest that cannot be read, or one of another run: whether there is an older one shows when this one is given up.
+    """
+    job, _, subject, more = CASES[kind]
+    looked = seen(kind, subject, **more)
+    waiting = tell_waiting(
+        job, ACCEPTED, replace(looked, tasks=looked.tasks | {kind: replace(away(subject), unreadable=True)})
+    )
+
+    assert waiting is not None
+    assert "from 17:27 UTC on an older one is taken, and this one stays there; if there is none, exit 4" in waiting.line
 
 
 def test_while_it_is_tried_again_it_is_said_still():

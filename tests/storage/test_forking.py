@@ -13,8 +13,9 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.forking import fork
-from runner.storage.offsite import open_store, uploading
+from runner.storage.offsite import OffsiteError, open_store, uploading
 from tests.storage.examples import SHARDS, commit
+from vramfarm.protocol import MANIFEST
 
 TRAINER = Path(__file__).parents[1] / "fake_trainer.py"
 JOB = """
@@ -99,9 +100,9 @@ def other(tmp_path):
     return directory
 
 
-def forked(tmp_path, place, framework="vramfarm"):
+def forked(tmp_path, place, framework="vramfarm", open_at=open_at, **options):
     mine = CheckpointDir(tmp_path / "mine" / "checkpoints", Disk())
-    options = {"job": "mine", "framework": framework, "lineage": 3, "progress": lambda *_: None}
+    options |= {"job": "mine", "framework": framework, "lineage": 3, "progress": lambda *_: None}
     return mine, fork(str(place), open_at, mine, **options)
 
 
@@ -143,9 +144,50 @@ def test_the_newest_that_is_whole_is_taken(tmp_path, other, place):
     mine, found = forked(tmp_path, place.format(tmp_path))
 
     assert [100] == [c.ref.step for c in mine.committed()]
-    assert ["chunk 0: expected crc32" in problem for problem in found.damaged] == [True]
+    assert ["chunk 0: expected crc32" in problem for problem in found.passed_over] == [True]
     with pytest.raises(StoreError, match=r"expected a whole checkpoint: .*chunk 0: expected crc32"):
         forked(tmp_path / "again", f"{place.format(tmp_path)}/checkpoints/step-00000200-000000c8")
+
+
+class _Ill:
+    """A store that answers 500 for an object, as one does whose disk has lost it."""
+
+    def __init__(self, inner, lost):
+        self._inner, self._lost = inner, lost
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get(self, key, **limits):
+        self._fail(key)
+        return self._inner.get(key, **limits)
+
+    def stream(self, key, *args):
+        self._fail(key)
+        return self._inner.stream(key, *args)
+
+    def _fail(self, key):
+        if key.endswith(self._lost):
+            raise OffsiteError("500", final=False, of_server=True)
+
+
+@pytest.mark.parametrize("lost", [MANIFEST, max(SHARDS)])
+def test_what_the_store_alone_fails_at_is_passed_over_when_it_is_given_up(tmp_path, other, lost):
+    """
+    It is waited for a while, and says that others can be read; then the next older one is taken, or none if that one is named.
+    """
+    newest = "step-00000200-000000c8"
+    options = {"open_at": lambda address: _Ill(open_at(address), f"{newest}/{lost}")}
+    run = f"file://{tmp_path}/store/other"
+
+    with pytest.raises(OffsiteError) as caught:
+        forked(tmp_path, run, **options)
+    mine, _ = forked(tmp_path, run, given_up=True, **options)
+
+    assert (True, True, False) == (caught.value.of_server, caught.value.of_object, caught.value.final)
+    assert [100] == [c.ref.step for c in mine.committed()]
+    with pytest.raises(StoreError, match=rf"{newest}: expected a whole checkpoint: .*500"):
+        forked(tmp_path / "again", f"{run}/checkpoints/{newest}", given_up=True, **options)
 
 
 def test_a_checkpoint_of_another_framework_is_refused(tmp_path, other):

@@ -377,6 +377,7 @@ def test_a_checkpoint_is_safe_though_nothing_else_of_the_run_can_be_written_ther
         "holder": "m",
         "unusable": [],
         "spoilt": {},
+        "given_up": False,
     }
     with pytest.raises(OffsiteError):
         tasks.publish({**arguments, "subject": "joined"}, ignore)
@@ -616,15 +617,16 @@ def test_a_bucket_full_of_manifests_that_explode_in_memory_is_looked_at_in_littl
 class _Keeping:
     """A store that keeps an object to itself, as one does that is archived, or sealed with a key of somebody's."""
 
-    def __init__(self, inner, name):
+    def __init__(self, inner, name, error=None):
         self._inner, self._key = inner, f"{FOLDER}/{name}/{MANIFEST}"
+        self.error = error or OffsiteError("403 InvalidObjectState", final=True, curable=True)
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def get(self, key, **limits):
         if key == self._key:
-            raise OffsiteError("403 InvalidObjectState", final=True, curable=True)
+            raise self.error
         return self._inner.get(key, **limits)
 
 
@@ -654,6 +656,27 @@ def test_a_newest_manifest_that_the_store_refuses_is_no_missing_one(store, direc
     with pytest.raises(OffsiteError):
         tidying.tidy(keeping, "job", keep_last=1)
     assert [400, 500] == steps(store)
+
+
+def test_a_newest_manifest_that_the_store_fails_at_is_waited_for_and_then_lost(store, directory):
+    """
+    Nothing begins anew for it: it is named among what the run had. An older one is in nobody's way.
+    """
+    oldest, older, newest = (uploaded(store, directory, step) for step in (300, 400, 500))
+    failing = _Keeping(store, newest.ref.name, OffsiteError("500", final=False, of_server=True))
+
+    with pytest.raises(OffsiteError) as caught:
+        surveying.survey(failing, "job")
+    found = surveying.survey(failing, "job", given_up=True)
+    beside = surveying.survey(_Keeping(store, oldest.ref.name, failing.error), "job")
+
+    assert (False, True, True) == (caught.value.final, caught.value.of_server, caught.value.of_object)
+    assert ([oldest.ref, older.ref], [newest.ref.name], {}) == (
+        [c.ref for c in found.checkpoints],
+        list(found.spoilt),
+        found.refused,
+    )
+    assert [older.ref, newest.ref] == [c.ref for c in beside.checkpoints]
 
 
 def test_an_older_manifest_that_the_store_refuses_is_in_nobodys_way(store, directory):

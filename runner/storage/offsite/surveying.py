@@ -22,7 +22,7 @@ import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from types import MappingProxyType
@@ -80,6 +80,7 @@ def survey(  # noqa: PLR0913  # the last three by name
     wanted: str = "",
     here: Collection[str] = (),
     spoilt: Mapping[str, Spoilt] = _NONE,
+    given_up: bool = False,
 ) -> Survey:
     """
     Look at all of a job in a store; reads manifests, no shard. Those that an earlier look found `spoilt` are not
@@ -87,9 +88,16 @@ def survey(  # noqa: PLR0913  # the last three by name
 
     An error if the store refuses the manifest of the one that is `wanted`, by default the newest, unless that is
     `here`: whoever took it for none would go on from an older one, or begin anew. Not `curable`: a run that is no
-    further than an older one must not go on meanwhile.
+    further than an older one must not go on meanwhile. Manifests that the store alone fails at (500) are waited for in
+    the same way until they are `given_up`: then they are spoilt, so that an older one is taken, and nothing begins
+    anew where there is none.
     """
     found = survey_readable(store, job, progress, spoilt=spoilt)
+    if given_up:
+        lost = {name: ("", str(error)) for name, error in found.refused.items() if error.of_server}
+        refused = {name: error for name, error in found.refused.items() if name not in lost}
+        unusable = (*found.unusable, *(why for _, why in lost.values()))
+        found = replace(found, refused=refused, spoilt={**found.spoilt, **lost}, unusable=unusable)
     name = wanted or found.newest
     if name in found.refused and name not in here:
         raise found.refused[name]
@@ -153,10 +161,10 @@ def _describe_listed(
     except OffsiteError as error:
         if error.damaged:
             return which, f"{name}: {error}"
-        if not error.final:
+        if not (error.final or error.of_server):
             raise
-        what = f"{name}: its manifest cannot be read: {error}"
-        return OffsiteError(what, hint=error.hint or _REFUSED, final=True)
+        what, ill = f"{name}: its manifest cannot be read: {error}", error.of_server
+        return OffsiteError(what, hint=error.hint or _REFUSED, final=error.final, of_server=ill, of_object=ill)
 
 
 def _read_outcome(store: Store, job: str) -> tuple[Mapping[str, Any] | None, list[str]]:
