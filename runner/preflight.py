@@ -70,6 +70,7 @@ from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import PREFLIGHT, OffsiteError, Store, open_store
+from runner.storage.offsite.staging import Item, taste
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import Env
 
@@ -103,6 +104,7 @@ class Mission:
     env: Mapping[str, str]  # of the supervisor, its own secrets too
     server: Server | None = None
     deadline_at: datetime | None = None
+    needs_data: bool = True  # what `data` names is not all on this disk
     smi: str = "nvidia-smi"
 
 
@@ -118,6 +120,7 @@ def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> l
         "container": lambda: judge_container(hosts.who_is_first(), is_container=hosts.is_container()),
         "disk": lambda: _disk(mission),
         "store": lambda: _store(mission),
+        "data": lambda: _data(mission),
         "money": lambda: _money(mission),
     }
     return _all_at_once(checks, progress)
@@ -370,12 +373,28 @@ def _store(mission: Mission) -> Iterable[Finding]:
     try:
         trial = _try_store(mission)
     except OffsiteError as error:
-        if error.curable and CheckpointDir(Path(mission.job.checkpoint.dir), Disk()).committed():
-            return (warn("store", str(error), error.hint),)
-        raise
+        return _spare(mission, "store", error)
     checkpoint = _expected(mission)
     end = judge_end(mission.deadline_at, datetime.now(UTC), checkpoint=checkpoint, rate=trial.rate)
     return (*judge_store(trial, mission.job, checkpoint), *end)
+
+
+def _data(mission: Mission) -> Iterable[Finding]:
+    items = [Item(source=item.source, to=item.to) for item in mission.job.data] if mission.needs_data else []
+    if not items:
+        return ()
+    try:
+        taste(items, lambda place: open_store(mission.job.offload.model_copy(update={"to": place}), mission.env))
+    except OffsiteError as error:
+        return _spare(mission, "data", error)
+    return (ok("data", f"can be listed and read: {', '.join(item.source for item in items)}"),)
+
+
+def _spare(mission: Mission, name: str, error: OffsiteError) -> tuple[Finding, ...]:
+    """What may be mended refuses no run that has work here: the runner waits for it."""
+    if error.curable and CheckpointDir(Path(mission.job.checkpoint.dir), Disk()).committed():
+        return (warn(name, str(error), error.hint),)
+    raise error
 
 
 def _shares_disk(mission: Mission) -> bool:

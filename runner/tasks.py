@@ -188,6 +188,7 @@ def _mission(arguments: Arguments) -> Mission:
         workdir=Path(arguments["workdir"]),
         env=env,
         server=rented(job, env),
+        needs_data=not arguments["staged"],
         deadline_at=datetime.fromisoformat(arguments["deadline_at"]) if arguments["deadline_at"] else None,
     )
 

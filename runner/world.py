@@ -312,6 +312,7 @@ class RealWorld:
             "place": dump_place(setting.job.offload),
             "abilities": self._store.abilities,
             "spoilt": self._store.spoilt,
+            "staged": self._staged,
             "given_up": failed is not None and is_lost_there(failed),
             "unusable": sorted(self._store.unusable(self._history.unusable)),
             "source": setting.job.source.model_dump(mode="json") if setting.job.source else None,

@@ -22,6 +22,7 @@ from runner.policy.findings import refuse
 from runner.policy.limits import deadline
 from runner.policy.preflight import decide_verdict, exit_code_of
 from runner.preflight import Mission, look_at_code, look_at_machine
+from runner.storage.offsite.staging import is_staged
 from runner.supervise.attempt import PREVENTION
 from runner.supervise.source import source_folder
 from runner.world import Setting
@@ -73,6 +74,7 @@ def _look(setting: Setting, env: dict[str, str]) -> Preflight:
         workdir=code / job.workdir if job.workdir else code,
         env=with_store_keys(env),
         server=setting.server,
+        needs_data=not is_staged([item.to for item in job.data], Path(job.run_dir), setting.data_digest),
         deadline_at=deadline(job.limits, datetime.now(UTC), setting.server),
     )
     refused = [refuse("cards", setting.refusal)] if setting.refusal else []

@@ -134,6 +134,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "Whether objects can be written to the store, read back (the same bytes), listed and deleted; by which checksums it confirms copies; whether it refuses to replace an existing object; its clock; the rate of an upload.",
         "Use credentials that may delete. Set a longer save_interval if the rate is too low.",
     ),
+    "data": Check(
+        "Whether each source of `data` can be listed, and a byte of it read, with the keys of this machine; left out if the data is here already.",
+        "A key that may list may still lack `s3:GetObject`. Correct `data.from`, or give the key that right.",
+    ),
     "software": Check(
         "The script, data paths in the command, modules that script and launcher need, files beside the script that hide a module, keys of services, ports.",
         "Install in `setup` what is missing. Rename a file that hides a module.",

@@ -177,6 +177,31 @@ def test_a_manifest_that_is_refused_is_no_damaged_one(behind, proxy, directory):
     assert "lifecycle rule" in caught.value.hint
 
 
+@pytest.mark.parametrize("operation", ["GetObject", "ListObjectsV2"])
+@pytest.mark.parametrize(("needs_data", "then"), [(True, [Severity.REFUSE]), (False, [])], ids=["needed", "here"])
+def test_data_that_the_key_may_not_read_is_said_by_preflight(  # noqa: PLR0917
+    behind, proxy, s3server, tmp_path, operation, needs_data, then
+):
+    """
+    A key that may list is not one that may read; whoever has the data needs no key for it.
+    """
+    behind.put("corpus/empty", b"")
+    behind.put("corpus/text", b"abc")
+    source = f"{behind.address}/corpus"
+    fields = {"command": "t.py", "data": [{"from": source, "to": str(tmp_path)}]}
+    job = Job.model_validate(fields | {"offload": {"to": "s3://elsewhere/runs", "endpoint": proxy.endpoint}})
+    where = {"run_dir": tmp_path, "workdir": tmp_path, "python": sys.executable, "num_procs": 1, "num_cards": 0}
+    mission = Mission(job=job, env=s3server.env, needs_data=needs_data, **where)
+    well = preflight._caught("data", lambda: preflight._data(mission))
+    proxy.add(operation=operation, answer=(403, "AccessDenied"))
+
+    ill = preflight._caught("data", lambda: preflight._data(mission))
+
+    assert [Severity.OK] * needs_data == [one.severity for one in well], well
+    assert then == [one.severity for one in ill], ill
+    assert all("403 AccessDenied" in one.message and one.message.startswith(source) for one in ill), ill
+
+
 def test_a_store_that_goes_away_and_comes_back(tmp_path, directory):
     """
     Killed in the middle of an upload: an error that says to try again. Back: what had arrived is not sent again.
