@@ -70,6 +70,7 @@ from runner.probes.software import look_at_imports
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import PREFLIGHT, OffsiteError, Store, open_store
+from runner.storage.offsite.outputs import tell_left
 from runner.storage.offsite.staging import Item, taste
 from runner.supervise.attempt import PREVENTION
 from vramfarm.protocol import Env
@@ -121,6 +122,7 @@ def look_at_machine(mission: Mission, progress: Progress = lambda *_: None) -> l
         "disk": lambda: _disk(mission),
         "store": lambda: _store(mission),
         "data": lambda: _data(mission),
+        "outputs": lambda: _outputs(mission.job),
         "money": lambda: _money(mission),
     }
     return _all_at_once(checks, progress)
@@ -388,6 +390,11 @@ def _data(mission: Mission) -> Iterable[Finding]:
     except OffsiteError as error:
         return _spare(mission, "data", error)
     return (ok("data", f"can be listed and read: {', '.join(item.source for item in items)}"),)
+
+
+def _outputs(job: Job) -> Iterable[Finding]:
+    if left := tell_left(job):
+        yield warn("outputs", f"this does not get into the store: {left}", "as it is, the run ends with 4")
 
 
 def _spare(mission: Mission, name: str, error: OffsiteError) -> tuple[Finding, ...]:

@@ -435,12 +435,7 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         _store(arguments),
         arguments["job"],
         [Path(folder) for folder in job.outputs],
-        Places(
-            run_dir=Path(arguments["run_dir"]),
-            checkpoint_dir=Path(arguments["checkpoint_dir"]),
-            workspace=Path(job.finish.save_folder),
-            data=tuple(Path(item.to) for item in job.data),
-        ),
+        Places.of(job),
         progress,
         believe=arguments["subject"] != ALL_OUTPUTS,
     )

@@ -41,6 +41,7 @@ from runner.job import (
 )
 from runner.policy.limits import next_time
 from runner.policy.resume import is_elsewhere
+from runner.storage.offsite.outputs import tell_left
 
 _VARIABLE: Final = re.compile(r"\$\{?[A-Za-z_]\w*\}?")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([A-Za-z_]+)\}")
@@ -256,6 +257,7 @@ def _warn_of_the_time(loaded: LoadedJob, now: datetime) -> Iterator[str]:
 def warn(job: Job, env: Mapping[str, str]) -> Iterator[str]:
     """What is allowed, and yet rarely meant."""
     yield from _not_kept(job)
+    yield from _not_sent(job)
     if job.offload.to is None:
         yield "offload.to: nothing is copied off this machine; when the server is lost, so are the checkpoints"
     elif scheme_of(job.offload.to) == "file":
@@ -286,6 +288,11 @@ def _not_kept(job: Job) -> Iterator[str]:
                 f"{key}: {place} is outside finish.save_folder ({job.finish.save_folder}): "
                 f"a provider that keeps that folder does not keep {what}"
             )
+
+
+def _not_sent(job: Job) -> Iterator[str]:
+    if left := tell_left(job):
+        yield f"outputs: this does not get into the store, so that the run ends with 4: {left}"
 
 
 def _passwords(job: Job) -> Iterator[str]:

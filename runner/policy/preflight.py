@@ -138,6 +138,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "Whether each source of `data` can be listed, and a byte of it read, with the keys of this machine; left out if the data is here already.",
         "A key that may list may still lack `s3:GetObject`. Correct `data.from`, or give the key that right.",
     ),
+    "outputs": Check(
+        "What is in `outputs` already, for links and folders that no copy would have.",
+        "It says what to do with each. Otherwise a run that trained to its end ends with 4, and its disk is kept.",
+    ),
     "software": Check(
         "The script, data paths in the command, modules that script and launcher need, files beside the script that hide a module, keys of services, ports.",
         "Install in `setup` what is missing. Rename a file that hides a module.",

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from runner import tasks
-from runner.facts import Finished, Observed, TaskKind
+from runner.cli.load import load_job
+from runner.cli.validate import warn
+from runner.facts import Finished, Observed, Severity, TaskKind
 from runner.job import ArchiveSource, Job, OffloadPolicy
 from runner.policy.finish import ALL_OUTPUTS, tell_missing_outputs
+from runner.preflight import _outputs
 from runner.probes.unsaved import find_unsaved
 from runner.storage.checksums import describe_file
 from runner.storage.disk import Disk, is_own_name, own_path
@@ -24,7 +27,7 @@ from runner.storage.offsite import OffsiteError, dump_place, open_store
 from runner.storage.offsite.contract import Entry
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.links import Places
-from runner.storage.offsite.outputs import INDEX, WRITTEN, copy_outputs
+from runner.storage.offsite.outputs import INDEX, WRITTEN, copy_outputs, tell_left
 from runner.storage.offsite.staging import Item, _expect_apart, _File, _Pieces, is_staged, stage
 from tests.faultproxy import FaultProxy
 from tests.storage.examples import ODD_NAMES, describe
@@ -810,6 +813,7 @@ def test_what_the_task_leaves_is_what_the_end_goes_by(board, tmp_path):
     Its answer, as JSON, tells decision and summary which file is not there, and what need not be missed.
     """
     fields = {"command": "x", "outputs": [str(board)], "offload": {"to": f"file://{tmp_path}/store"}}
+    fields["checkpoint"] = {"dir": f"{tmp_path}/run/checkpoints"}
     job = Job.model_validate({**fields, "finish": {"save_folder": str(tmp_path)}})
     (board / "big").symlink_to("/etc")
     (tmp_path / "real").mkdir()
@@ -832,6 +836,30 @@ def test_what_the_task_leaves_is_what_the_end_goes_by(board, tmp_path):
     assert (["/etc"], [f"{tmp_path}/real"]) == (told["only_here"], told["followed"])
     assert told["there"] == "2 of 2 files in the store"
     assert told["stuck"].startswith(f"/etc: the link {board}/big leads here, out of {tmp_path}; name /etc in outputs")
+    assert missing == tell_left(job)
+
+
+def test_what_no_copy_will_have_is_told_before_the_job(board, tmp_path):
+    """
+    By `validate` and `preflight`, as the end would tell it; a link that leads nowhere is no loss, and nothing is said.
+    """
+    text = f"name: j\ncommand: x\nlauncher: command\noutputs: [{board}]\noffload: {{to: s3://b}}\ndata: []\n"
+    (tmp_path / "job.yaml").write_text(text)
+    job = load_job(str(tmp_path / "job.yaml"), {"VRAMFARM_WORKSPACE": str(tmp_path)}).job
+    (board / "gone").symlink_to(tmp_path / "none")
+    (board / "circle").symlink_to(board / "circle")
+    before = [*_outputs(job), *(line for line in warn(job, {}) if line.startswith("outputs"))]
+    (tmp_path / "j" / "checkpoints").mkdir(parents=True)
+    (board / "latest").symlink_to(tmp_path / "j" / "checkpoints")
+    (board / "logs").symlink_to("/etc")
+
+    (found,), (line,) = _outputs(job), [line for line in warn(job, {}) if line.startswith("outputs")]
+
+    assert [] == before
+    assert Severity.WARN is found.severity
+    for text in (found.message, line):
+        assert f"{board}/latest: expected the script's own" in text
+        assert text.endswith("take it out of outputs (and 1 more)")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.job import Job
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
@@ -22,6 +24,15 @@ class Places:
     checkpoint_dir: Path
     workspace: Path
     data: tuple[Path, ...] = ()
+
+    @classmethod
+    def of(cls, job: Job) -> Places:
+        return cls(
+            run_dir=Path(job.run_dir),
+            checkpoint_dir=Path(job.checkpoint.dir),
+            workspace=Path(job.finish.save_folder),
+            data=tuple(Path(item.to) for item in job.data),
+        )
 
 
 class Links:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from runner.errors import one_line
+from runner.job import Job
 from runner.storage.checksums import describe_file
 from runner.storage.disk import is_own_name
 from runner.storage.offsite.comparing import differs
@@ -94,6 +95,20 @@ def copy_outputs(  # noqa: PLR0913  # called once
         missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # Path.exists raises where it may not look
         followed=tuple(walk.followed),
     )
+
+
+def tell_left(job: Job) -> str:
+    """What is in `outputs` now and no copy would have, as the last copy tells it; empty: nothing."""
+    walk = _Walk("", [Path(folder) for folder in job.outputs], Places.of(job), lambda _: True)
+    try:
+        for _ in walk.changed():
+            pass  # nothing is changed where all is there
+    except OffsiteError as error:
+        return str(error)
+    if not walk.left.number:
+        return ""
+    more = f" (and {walk.left.number - 1} more)" if walk.left.number > 1 else ""
+    return f"{': '.join(walk.left.some[0])}{more}"
 
 
 class _Left:
