@@ -48,10 +48,10 @@ ROUNDS ?= 100
 correctness: install
 	$(BIN)/python benchmarks/correctness.py --rounds $(ROUNDS) --jobs $(JOBS) --out build/correctness
 
-# Trainings made of features by chance, undisturbed and in pieces: make scenarios SEEDS=200, from SEED on. A fault's folder stays in build/scenarios.
+# Trainings made of features by chance, undisturbed and in pieces: make scenarios SEEDS=200, from SEED on, JOBS at once. A fault's folder stays in build/scenarios.
 SEEDS ?= 20
 scenarios: install
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/vramfarm/scenarios.py build/scenarios $(SEED) $(SEEDS)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/vramfarm/scenarios.py build/scenarios $(SEED) $(SEEDS) --jobs $(JOBS)
 
 # Whole runs with torchrun and an S3 server, killed at every point of a save, and power losses (these need root and a loop device; without them the
 # table says that power was not lost).

@@ -1,13 +1,15 @@
 """
 Trainings made of features by chance, each played undisturbed and in pieces, and compared bit for bit.
 
-    scenarios.py FOLDER FIRST_SEED SEEDS [SECONDS]
+    scenarios.py FOLDER FIRST_SEED SEEDS [--seconds S] [--jobs N] [--device cuda]
 
 A seed chooses how a model is spread, its optimizers, objects, data, what happens between saves, and how each piece ends:
 finished, left, crashed, or killed while a save is on its way. One process imports torch; every rank of every piece is a
-fork of it. After so many seconds no further seed is begun. Prints one line of JSON for each seed that has a fault, and at last how many seeds, pieces and saves there were.
+fork of it, on cards of their own as far as there are any. After so many seconds no further seed is begun. Prints one line of JSON for each seed that
+has a fault, and at last how many seeds, pieces and saves there were, and what was left out.
 """
 
+import argparse
 import atexit
 import contextlib
 import gc
@@ -23,9 +25,15 @@ import time
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
+os.environ |= {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}  # the same sums; no card before a fork
 import numpy as np
 import torch
 import torch._dynamo
@@ -33,16 +41,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
+from benchmarks.side_by_side import side_by_side
 from tests.vramfarm.own_objects import Kept
 from vramfarm import Checkpointer, folder
 from vramfarm.loading import Reader
 from vramfarm.protocol import Word
 
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ImportError:
+    StatefulDataLoader = None
 warnings.simplefilter("ignore")
 SAMPLES, BATCH = 24, 2
 OBJECTS = (
@@ -98,6 +111,7 @@ class Scenario:
     to_none: bool
     asks: tuple[int, ...]
     parts: tuple[tuple[int, int, str], ...]
+    device: str = "cpu"
 
 
 def choose(seed):
@@ -142,7 +156,16 @@ def choose(seed):
         ),
         objects=tuple(pick.sample(OBJECTS, pick.randint(0, 5))),
         turn=pick.randint(1, steps),
-        loader=pick.choice(("shuffled", "ordered", "distributed", "weighted", "stateful", "list")),
+        loader=pick.choice(
+            (
+                "shuffled",
+                "ordered",
+                "distributed",
+                "weighted",
+                "stateful" if StatefulDataLoader else "distributed",
+                "list",
+            )
+        ),
         workers=int(pick.random() < 0.12),
         loop=pick.choice(("max_steps", "epochs", "break", "own", "two", "left")),
         staging=pick.choice(("full", "full", "chunked")),
@@ -191,7 +214,7 @@ class Trunk(nn.Module):
         x = self.norm(x) if hasattr(self, "norm") else x
         x = self.drop(torch.relu(x))
         x = x + self.base[:, 3] if hasattr(self, "base") else x
-        return self.last(x + self.twin(torch.ones(5)) if hasattr(self, "twin") else x)
+        return self.last(x + self.twin(torch.ones(5, device=x.device)) if hasattr(self, "twin") else x)
 
 
 class Net(nn.Module):
@@ -281,7 +304,9 @@ def ema_of(net):
     weights = {
         f"side{n}": nn.Parameter(one.weight.detach().clone(), requires_grad=False) for n, one in enumerate(net.side)
     }
-    return nn.ParameterDict({**weights, "large": nn.Parameter(torch.zeros(700_000), requires_grad=False)})
+    return nn.ParameterDict(
+        {**weights, "large": nn.Parameter(net.side[0].weight.new_zeros(700_000), requires_grad=False)}
+    )
 
 
 def optimizer_of(kind, parameters):
@@ -301,7 +326,16 @@ def optimizer_of(kind, parameters):
     return torch.optim.SGD(groups, lr=0.02, momentum=0.9 if kind == "sgd" else 0)
 
 
-def spread_out(told, net):
+def place(told, rank):
+    """Where a rank trains; several share a card where there are too few."""
+    if told.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def spread_out(told, net, device):
     if not dist.is_initialized():
         return
     match told.spread:
@@ -309,13 +343,12 @@ def spread_out(told, net):
             # Else its second step has other buckets than the first, in which three ranks' gradients are added up in another order.
             net.trunk = nn.parallel.DistributedDataParallel(net.trunk, find_unused_parameters=True)
         case "fsdp2":
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             if not told.tied:
-                fully_shard(net.trunk.first)
-            fully_shard(net.trunk)
+                fully_shard(net.trunk.first, mesh=mesh)
+            fully_shard(net.trunk, mesh=mesh)
         case "fsdp1" | "flat":
-            net.trunk = FullyShardedDataParallel(
-                net.trunk, use_orig_params=told.spread == "fsdp1", device_id=torch.device("cpu")
-            )
+            net.trunk = FullyShardedDataParallel(net.trunk, use_orig_params=told.spread == "fsdp1", device_id=device)
 
 
 class Play:
@@ -325,8 +358,9 @@ class Play:
         self.told, self.rank, self.out = told, rank, out
         self.ranks, self.until, self.end = piece.ranks, piece.until, piece.end
         torch.manual_seed(told.seed)
-        self.net = net = Net(told)
-        spread_out(told, net)
+        self.device = place(told, rank)
+        self.net = net = Net(told).to(self.device)
+        spread_out(told, net, self.device)
         torch.manual_seed(1000 * told.seed + rank)
         random.seed(rank)
         np.random.seed(rank)  # noqa: NPY002  # what is saved is the generator that scripts use by default
@@ -338,7 +372,7 @@ class Play:
         things = {}
         if told.scheduler and told.optimizer != "tensor-lr":
             things["scheduler"] = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3) if told.scaler else None
+        self.scaler = torch.amp.GradScaler(told.device, init_scale=4.0, growth_interval=3) if told.scaler else None
         self.ema = ema_of(net) if told.ema else None
         elsewhere = {"first": rank > 0, "last": rank < piece.ranks - 1}  # some keep an average on one rank only
         kinds = [kind for kind in told.objects if not elsewhere.get(kind)]
@@ -397,7 +431,9 @@ class Play:
     def loop_of_its_own(self):
         for step in range(self.ckpt.start_step, self.until):
             for n in range(self.told.accumulate):
-                self.micro(step, torch.tensor([n]), torch.randn(2, 5), n == self.told.accumulate - 1)
+                self.micro(
+                    step, torch.tensor([n]), torch.randn(2, 5, device=self.device), n == self.told.accumulate - 1
+                )
             self.ckpt.step()
         if self.end == "finish":
             self.ckpt.finish()
@@ -455,7 +491,7 @@ class Play:
     def validate(self):
         self.net.eval()
         with torch.no_grad():
-            self.net(torch.randn(3, 5))
+            self.net(torch.randn(3, 5, device=self.device))
         self.net.train()
 
     def micro(self, step, ids, x, is_last):
@@ -463,7 +499,7 @@ class Play:
         if not self.ids:
             self.begin(step)
         self.ids.append([self.ckpt._position.epoch, *ids.tolist()])
-        loss = self.net(x).square().mean() / told.accumulate
+        loss = self.net(x.to(self.device)).square().mean() / told.accumulate
         if self.scaler is not None:
             loss = self.scaler.scale(loss) * (float("inf") if step % 5 == 3 else 1)
         loss.backward()
@@ -580,7 +616,8 @@ class Play:
         return found | {f"object.{n}": digest(thing.state_dict()) for n, thing in objects.items()}
 
     def rng(self):
-        return digest([torch.get_rng_state(), repr(random.getstate()), np.random.get_state()[1]])  # noqa: NPY002  # see above
+        card = [torch.cuda.get_rng_state()] if self.device.type == "cuda" else []
+        return digest([torch.get_rng_state(), *card, repr(random.getstate()), np.random.get_state()[1]])  # noqa: NPY002  # see above
 
 
 def digest(value):
@@ -595,7 +632,7 @@ def parts_of(value):
         value = value.full_tensor()
     if isinstance(value, torch.Tensor):
         yield f"{tuple(value.shape)}{value.dtype}".encode()
-        yield value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     elif isinstance(value, np.ndarray):
         yield f"{value.shape}{value.dtype}".encode()
         yield value.tobytes()
@@ -827,29 +864,41 @@ def unlike(stored, digests):
             yield f"{key} is another to torch"
 
 
+def play(options, seed):
+    """In a process of its own: what its pieces came to, and what was wrong."""
+    told, where, counted = replace(choose(seed), device=options.device), options.folder / f"seed-{seed}", Counter()
+    shutil.rmtree(where, ignore_errors=True)
+    try:
+        faults = Story(told, where, counted).play()
+    except Exception:  # noqa: BLE001  # it is told with its seed
+        faults = [traceback.format_exc()]
+    if not faults:
+        shutil.rmtree(where, ignore_errors=True)
+    return {"counted": counted, "faults": faults, "scenario": asdict(told)}
+
+
 def main():
-    root, first, seeds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    until = time.monotonic() + float(sys.argv[4] if len(sys.argv) > 4 else "inf")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("first", type=int)
+    parser.add_argument("seeds", type=int)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    until = time.monotonic() + options.seconds
     torch.set_num_threads(1)
     gc.freeze()  # or each fork's collector would copy all of torch
-    counted, bad = Counter(), 0
-    for seed in range(first, first + seeds):
-        if time.monotonic() > until:
-            break
-        told, where = choose(seed), root / f"seed-{seed}"
-        shutil.rmtree(where, ignore_errors=True)
-        try:
-            faults = Story(told, where, counted).play()
-        except Exception:  # noqa: BLE001  # the seeds behind it are played all the same
-            faults = [traceback.format_exc()]
-        counted["seeds"] += 1
-        if faults:
-            bad += 1
-            print(json.dumps({"seed": seed, "faults": faults, "scenario": asdict(told)}), flush=True)
-        else:
-            shutil.rmtree(where, ignore_errors=True)
-    print(json.dumps({"faulty": bad, **counted}), flush=True)
-    return bool(bad)
+    counted = Counter(faulty=0, seeds=0)
+    seeds = takewhile(lambda _: time.monotonic() < until, range(options.first, options.first + options.seeds))
+    for seed, end in side_by_side(partial(play, options), seeds, options.jobs):
+        told = end or {"counted": {}, "faults": ["its process died"]}
+        counted.update({"seeds": 1, "faulty": bool(told["faults"]), **told["counted"]})
+        if told["faults"]:
+            print(json.dumps({"seed": seed, **told}), flush=True)
+    left_out = [] if StatefulDataLoader else ["StatefulDataLoader: no torchdata"]
+    print(json.dumps({**counted, "left_out": left_out}), flush=True)
+    return bool(counted["faulty"])
 
 
 if __name__ == "__main__":
