@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sysconfig
 import time
@@ -137,6 +138,25 @@ class StartedServer(S3Server):
 
     def stop(self) -> None:
         pass
+
+
+def make_certificate(folder: Path) -> Path:
+    """cert.pem and key.pem of a server on this machine, signed by itself."""
+    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
+    made = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *made],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return folder
+
+
+def speaking_tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    return context
 
 
 def _free_ports(number: int) -> list[int]:

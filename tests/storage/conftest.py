@@ -1,6 +1,7 @@
 """Stores for the conformance suite: a folder, and a real S3 server of the session."""
 
 import os
+import shutil
 import uuid
 
 import pytest
@@ -9,7 +10,7 @@ from runner.job import OffloadPolicy
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
 from runner.storage.offsite import open_store
-from tests.s3server import BUCKET, server_of
+from tests.s3server import BUCKET, make_certificate, server_of
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,14 @@ def s3server(tmp_path_factory):
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A folder with one of a server on this machine."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on this machine")
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from runner.storage.offsite import (
 from runner.storage.offsite.cures import plain_words
 from runner.storage.offsite.s3 import NUM_THREADS, PART_CHUNKS, S3Store, _Window
 from tests.faultproxy import FaultProxy
-from tests.s3server import BUCKET, S3Server
+from tests.s3server import BUCKET, S3Server, speaking_tls
 from tests.storage.examples import commit
 from tests.storage.moving import contents, elsewhere, ignore, move
 from vramfarm.protocol import CHUNK_BYTES
@@ -42,16 +42,22 @@ ABLE = Abilities(checksums=Checksums.WHOLE, conditional=True)
 
 
 @pytest.fixture
-def proxy(s3server):
-    with FaultProxy(s3server.endpoint) as proxy:
+def proxy(request, s3server):
+    """By http, where bodies leave unread at first, or by https, where they are read."""
+    tls = None
+    if getattr(request, "param", "http") == "https":
+        tls = speaking_tls(request.getfixturevalue("certificate"))
+    with FaultProxy(s3server.endpoint, tls=tls) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def behind(proxy, s3_offload, s3server):
+def behind(request, proxy, s3_offload, s3server):
     """The store as it is seen through the proxy, with small parts."""
-    offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
-    return S3Store(offload, s3server.env, ABLE, part_chunks=1)
+    offload, env = s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env
+    if proxy.endpoint.startswith("https"):
+        env = {**env, "AWS_CA_BUNDLE": str(request.getfixturevalue("certificate") / "cert.pem")}
+    return S3Store(offload, env, ABLE, part_chunks=1)
 
 
 def there_and_back(store, directory, tmp_path):
@@ -72,6 +78,7 @@ def there_and_back(store, directory, tmp_path):
         pytest.param("UploadPart", {"reset": True}, id="a part's connection is reset"),
         pytest.param("UploadPart", {"cut_up": 1_000_000}, id="a part's body is cut"),
         pytest.param("UploadPart", {"flip_up": 1_000_000}, id="a part's byte is flipped"),
+        pytest.param("UploadPart", {"answer": (400, "XAmzContentChecksumMismatch")}, id="the same, in MinIO's words"),
         pytest.param("UploadPart", {"lost": True}, id="a part's acknowledgement is lost"),
         pytest.param("PutObject", {"answer": (503, "SlowDown")}, id="an object is too much just now"),
         pytest.param("PutObject", {"lost": True}, id="an object's acknowledgement is lost, the manifest's too"),
@@ -86,6 +93,7 @@ def there_and_back(store, directory, tmp_path):
         pytest.param("GetObject", {"end_early": 50}, id="a read ends early as if that were all"),
     ],
 )
+@pytest.mark.parametrize("proxy", ["http", "https"], indirect=True)
 def test_what_passes_is_survived(behind, proxy, directory, tmp_path, operation, what):  # noqa: PLR0917
     """
     Twice each, within one call: the transfer goes on, and every byte is right.

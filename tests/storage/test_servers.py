@@ -2,9 +2,7 @@
 
 import base64
 import json
-import shutil
 import socket
-import ssl
 import struct
 import subprocess
 import sys
@@ -35,7 +33,7 @@ from runner.storage.offsite import (
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
-from tests.s3server import BUCKET, DOMAIN
+from tests.s3server import BUCKET, DOMAIN, speaking_tls
 from tests.storage.examples import commit, fill, without_crc64nvme
 from tests.storage.late import LateStore
 from tests.storage.moving import contents, elsewhere, ignore, peak_bytes
@@ -473,30 +471,11 @@ def test_logs_whose_names_no_disk_can_have_are_passed_over(cli, s3_offload, s3se
     assert "/x: " not in done.stderr, "what is no log is not fetched"
 
 
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """Of a server on this machine, signed by itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl on this machine")
-    folder = tmp_path_factory.mktemp("tls")
-    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
-    made = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *made],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    return folder
-
-
 def test_a_server_with_a_ca_of_its_own(s3_offload, s3server, certificate):
     """
     Trusted when AWS_CA_BUNDLE names it; else the message says that, at once.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
-    with FaultProxy(s3server.endpoint, tls=context) as proxy:
+    with FaultProxy(s3server.endpoint, tls=speaking_tls(certificate)) as proxy:
         offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint})
         stranger = S3Store(offload, s3server.env)
         with pytest.raises(OffsiteError) as caught:
@@ -537,11 +516,9 @@ def test_https_where_it_is_http_and_the_reverse_end_a_run_at_its_start(s3_offloa
     No network is down: nobody waits for it, and the cure is said.
     """
     scheme = "https" if kind == "plain" else "http"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     own = ThreadingHTTPServer(("127.0.0.1", 0), _OwnWords)
     threading.Thread(target=own.serve_forever, daemon=True).start()
-    with FaultProxy(s3server.endpoint, tls=context if kind == "tls" else None) as proxy, own:
+    with FaultProxy(s3server.endpoint, tls=speaking_tls(certificate) if kind == "tls" else None) as proxy, own:
         address = proxy.endpoint.partition("://")[2] if kind == "tls" else f"127.0.0.1:{own.server_port}"
         offload = s3_offload.model_copy(update={"endpoint": f"{scheme}://{address}"})
         with pytest.raises(OffsiteError) as caught:

@@ -130,7 +130,9 @@ _PROVIDERS: Final[Mapping[str, str]] = {  # of credentials that did not come
     "login": _LOGIN,
 }
 _NO_ROLE: Final = "the credentials of this machine's role did not come: does it still have one?"
-DAMAGED: Final = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"})
+DAMAGED: Final = frozenset(
+    {"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}  # MinIO's for a CRC
+)
 _SHORT: Final[Mapping[type[Exception], str]] = {
     ConnectTimeoutError: "no connection in time",
     ReadTimeoutError: "nothing came in time",

@@ -19,6 +19,7 @@ class Pace:
 
     def __init__(self, bytes_per_s: int | None) -> None:
         self._rate = bytes_per_s
+        self.is_limited = bool(bytes_per_s)
         self._lock = threading.Lock()
         self._free_at: float | None = None
         at_rate = PACED_BYTES if bytes_per_s is None else bytes_per_s // _BLOCKS_PER_S

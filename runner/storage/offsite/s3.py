@@ -36,6 +36,7 @@ from botocore.exceptions import ClientError, IncompleteReadError
 
 from runner.storage.checksums import CRC32, CRC64NVME, Crc
 from runner.storage.disk import pages
+from runner.storage.offsite.bodies import open_part, read_into
 from runner.storage.offsite.contract import (
     BLOCK_BYTES,
     MAX_SMALL_BYTES,
@@ -57,9 +58,9 @@ from runner.storage.offsite.contract import (
     replaced,
     run_all,
 )
-from runner.storage.offsite.cures import BUCKET_TWICE, NO_ANSWER, code_of, plain_words
+from runner.storage.offsite.cures import BUCKET_TWICE, DAMAGED, NO_ANSWER, code_of, plain_words
 from runner.storage.offsite.pace import Pace
-from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, connect, open_part, read_into
+from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, connect
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Shard
 
@@ -222,7 +223,7 @@ class S3Store:
             try:
                 self._send(key, path, shard, kind, sent)
             except ClientError as error:
-                if kind.crc is not CRC64NVME or code_of(error) != "BadDigest":
+                if kind.crc is not CRC64NVME or code_of(error) not in DAMAGED:
                     raise
                 # refused each time, though the CRC32 was right as it left: the other list is not of these bytes, and would never be
                 self._send(key, path, shard, _Kind(CRC32, self.probe().checksums), sent)
@@ -244,7 +245,7 @@ class S3Store:
         return _Kind(CRC32, abilities.checksums)
 
     def _put_whole(self, key: str, path: Path, shard: Shard, part: _Part, kind: _Kind) -> None:
-        with open_part(path, shard, part.first, part.num_chunks) as body:
+        with open_part(path, shard, part.first, part.num_chunks, is_compared=kind.is_compared) as body:
             self._client.put_object(
                 **self._named(key), Body=body if part.size_bytes else b"", **_digest(kind, part, path, shard)
             )
@@ -310,7 +311,11 @@ class S3Store:
         if there is not None and _is_same(there, upload.kind, path, shard, part):
             sent(part.size_bytes)
             return str(there["ETag"])
-        with self._window.one() as left, open_part(path, shard, part.first, part.num_chunks, left) as body:
+        is_compared = upload.kind.is_compared
+        with (
+            self._window.one() as left,
+            open_part(path, shard, part.first, part.num_chunks, left, is_compared=is_compared) as body,
+        ):
             answer = self._client.upload_part(
                 **self._named(upload.key),
                 UploadId=upload.id,
@@ -646,6 +651,11 @@ class _Kind:
 
     crc: Crc
     of: Checksums
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether it refuses other bytes, which was found out by trying."""
+        return self.of is not Checksums.NONE
 
     def wish(self) -> Mapping[str, Any]:
         """As an upload is begun."""

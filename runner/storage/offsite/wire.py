@@ -1,10 +1,5 @@
 """
-What lies between the S3 store and the network: the client, its time limits, and the pace at which
-bodies leave.
-
-Found with botocore: while a body is sent the *connect* time-out holds, and it holds for one
-`sendall`; a part that is handed over as bytes is one `sendall`, and on a slow line it never
-gets through. So bodies are handed over as files, and leave block by block.
+What lies between the S3 store and the network: the client, its time limits, and how its bodies leave.
 """
 
 from __future__ import annotations
@@ -12,25 +7,21 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
-
-from runner.storage.offsite.contract import PROBE, Addressing, Block, OffsiteError, Where, other_bytes
+from runner.storage.offsite.bodies import Leaving
+from runner.storage.offsite.contract import PROBE, Addressing, OffsiteError, Where
 from runner.storage.offsite.cures import DAMAGED, misconfigured
 from runner.storage.offsite.hidden import hidden
-from runner.storage.offsite.pace import PACED_BYTES, Pace
-from vramfarm.checksum import crc32
-from vramfarm.protocol import CHUNK_BYTES, Shard
+from runner.storage.offsite.pace import Pace
 
 with hidden("awscrt"):  # botocore would import it, for 40 ms and 7 MB, and sign with it instead of by itself
     import botocore.session
+    from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool
     from botocore.config import Config
     from botocore.loaders import JSONFileLoader, Loader
 
@@ -82,7 +73,8 @@ def connect(
         )
     except ValueError as error:
         raise misconfigured(offload.to or "", error) from error
-    client.meta.events.register("before-send.s3", lambda request, **_: _send_in_blocks(request, pace))
+    client.meta.events.register("before-send.s3", lambda request, **_: _wrap_body(request, pace))
+    _connect_by(_Pool, client)
     client.meta.events.register_last("before-parameter-build.s3", _ends_here)
     client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
     return cast("S3Client", client)
@@ -185,128 +177,36 @@ def _own_ca(env: Mapping[str, str], profile: _Profile) -> str | None:
     return bundle
 
 
-# ------------------------------------------------------------------------------------ bodies
-
-
-def _send_in_blocks(request: Any, pace: Pace) -> None:  # noqa: ANN401  # botocore's prepared request
+def _wrap_body(request: Any, pace: Pace) -> None:  # noqa: ANN401  # botocore's prepared request
     """
     After it was signed, so that only what leaves is paced, not what is read for the signature.
 
     Nobody waits for a server's word before a body (`Expect`), which costs each part a turn, and a long one where the server is busy. A server
-    that does not want it closes the connection, and may not be heard; so from the second attempt on it is asked first.
+    that does not want it closes the connection, and may not be heard; so from the second attempt on it is asked first. From then on
+    a file is read as it leaves, too: whether it was damaged here, or on its way, is told by that.
     """
     if request.body:
-        if request.headers.get("amz-sdk-request", b"").startswith(b"attempt=1"):
+        is_first = request.headers.get("amz-sdk-request", b"").startswith(b"attempt=1")
+        if is_first:
             request.headers.pop("Expect", None)
         body = io.BytesIO(request.body) if isinstance(request.body, bytes | bytearray) else request.body
-        request.body = _Leaving(body, pace)
+        request.body = Leaving(body, pace, may_pass=is_first)
 
 
-class _Leaving:
-    """A body on its way out. Reads of any size give one block: http.client asks for 16 KiB, which costs."""
+class _Connection(AWSHTTPConnection):
+    """By plain http; a body that knows it may leave past Python."""
 
-    def __init__(self, body: Any, pace: Pace) -> None:  # noqa: ANN401  # anything that reads
-        self._body, self._pace = body, pace
-
-    def read(self, _: int = -1) -> Block:
-        block: Block = self._body.read(self._pace.block_bytes)
-        self._pace.take(len(block))
-        return block
-
-    def seek(self, offset: int) -> None:
-        """Botocore goes back to the start before it tries again."""
-        self._body.seek(offset)
+    def request(self, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # botocore's
+        if isinstance(body, Leaving):
+            body.connection = self
+        return super().request(method, url, body, *args, **kwargs)
 
 
-@contextmanager
-def open_part(
-    path: Path, shard: Shard, first: int, num_chunks: int, left: Callable[[int], None] = lambda _: None
-) -> Iterator[IO[bytes]]:
-    """
-    Some chunks of a local file, as a body; `left` is called when all of its bytes are read. What is wrong with the file is raised when the context ends,
-    whatever botocore made of it: `damaged` for other bytes than the shard's, which never leave whole.
-    """
-    try:
-        part = _FilePart(path, shard, first, num_chunks, left)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    try:
-        yield cast("IO[bytes]", part)
-    except Exception:
-        if part.problem:
-            raise part.problem from None
-        raise
-    finally:
-        part.close()
+class _Pool(AWSHTTPConnectionPool):
+    ConnectionCls = _Connection
 
 
-def _unreadable(path: Path, error: OSError) -> OffsiteError:
-    return OffsiteError(f"{path}: {error.strerror}", final=False)
-
-
-class _FilePart:
-    """Read once, when it is needed, into memory that is used again, and summed while it is warm."""
-
-    def __init__(self, path: Path, shard: Shard, first: int, num_chunks: int, left: Callable[[int], None]) -> None:
-        self._left = left
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._path, self._shard, self._first = path, shard, first
-        self._size = min(num_chunks * CHUNK_BYTES, shard.size_bytes - first * CHUNK_BYTES)
-        self._memory = memoryview(bytearray(PACED_BYTES))
-        self._at = self._checksum = 0
-        self.problem: OffsiteError | None = None
-
-    def read(self, num_bytes: int = -1) -> memoryview:
-        """Some of them, none at the end; there until the next call. No block has bytes of two chunks."""
-        index, begin = divmod(self._at, CHUNK_BYTES)
-        end = min(CHUNK_BYTES, self._size - index * CHUNK_BYTES)
-        wanted = self._memory[: end - begin]
-        block = self._load(wanted if num_bytes < 0 else wanted[:num_bytes])
-        self._checksum = crc32(block, self._checksum if begin else 0)
-        cut = len(block) == 0 and len(wanted) > 0 and num_bytes != 0
-        done = len(block) > 0 and begin + len(block) == end
-        if cut or (done and self._checksum != self._shard.checksums[self._first + index]):
-            self.problem = other_bytes(self._path, self._first + index)
-            raise self.problem
-        self._at += len(block)
-        if len(block) > 0 and self._at == self._size:
-            self._left(self._size)
-        return block
-
-    def _load(self, memory: memoryview) -> memoryview:
-        try:
-            return memory[: os.preadv(self._fd, [memory], self._first * CHUNK_BYTES + self._at)]
-        except OSError as error:
-            self.problem = _unreadable(self._path, error)
-            raise self.problem from None
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore's streaming body
-    """
-    Fill memory from an answer's body; fewer bytes only at its end.
-
-    Straight from the socket, where urllib3 would make new bytes for each block and copy them.
-    """
-    over: Any = getattr(body, "_raw_stream", None)
-    answer = getattr(over, "_original_response", None)
-    if not isinstance(answer, HTTPResponse):
-        return cast("int", body.readinto(memory))
-    try:
-        came = answer.readinto(memory)
-    except TimeoutError as error:
-        raise ReadTimeoutError(endpoint_url=over.url or "", error=error) from error
-    except (OSError, HTTPException) as error:
-        raise ResponseStreamingError(error=error) from error
-    if answer.isclosed():  # all came: the connection can take the next request
-        over.release_conn()
-    return came
+def _connect_by(pool: type[AWSHTTPConnectionPool], client: Any) -> None:  # noqa: ANN401  # below what is public of it
+    """Botocore has no way to say so. A version that keeps its pools elsewhere sends as before: all bodies are read."""
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    getattr(session, "_pool_classes_by_scheme", {})["http"] = pool
