@@ -286,6 +286,7 @@ class Progress:
     phase: str = "starting"
     num_failed: int = 0
     save_error: str = ""
+    is_waiting: bool = False  # what that tells of: nothing has failed
     attached: bool = False  # the script uses the library
     ended: bool = False  # its last state is saved: the saver has come to its end
     from_log: bool = False  # step, loss and rate are a guess, by lines that rank 0 printed

@@ -78,7 +78,7 @@ from runner.policy.notices import tell_vanished
 from runner.policy.slow import ASK_AGAIN, REFUSED_AGAIN, WRITERS
 from runner.policy.waiting import Waiting, tell_waiting
 from runner.supervise.attempt import PREVENTION
-from vramfarm.protocol import DAMAGED, WAITING, Ref
+from vramfarm.protocol import DAMAGED, Ref
 
 OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     LEFT: "left",
@@ -285,7 +285,7 @@ def changes(
     if kills := after.kills.count - (before.kills.count if before else 0):
         yield replace(after.kills, count=kills).describe() + ("" if before else "; before this runner began")
     if before and _is_news(before.progress, after.progress):
-        goes_on = "" if after.progress.save_error.startswith(WAITING) else "; training goes on"
+        goes_on = "" if after.progress.is_waiting else "; training goes on"
         yield f"{after.progress.save_error}{goes_on}"
     if before and before.lease.state is not after.lease.state and (line := _lease_change(before.lease, after.lease)):
         yield line
@@ -301,7 +301,7 @@ def changes(
 
 def _is_news(before: Progress, after: Progress) -> bool:
     """A save that waits for a rank, or fails for a new reason; for the same one the 1st, 2nd, 4th, 8th... of a disk that stays full."""
-    if after.save_error.startswith(WAITING):
+    if after.is_waiting:
         return after.save_error != before.save_error
     if after.num_failed <= before.num_failed or not after.save_error:
         return False

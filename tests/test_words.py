@@ -254,7 +254,7 @@ def test_a_save_that_waits_for_a_rank_is_told_once():
     """
     It has not failed, so no count says that there is news.
     """
-    waits = replace(SEEN, progress=Progress(save_error="waiting: rank 1, process 7, stopped by a signal, at step 6"))
+    waits = replace(SEEN, progress=Progress(save_error="waiting: rank 1, at step 6", is_waiting=True))
     looks = [SEEN, waits, waits, SEEN]
 
     assert [[waits.progress.save_error], [], []] == [list(changes(a, b)) for a, b in itertools.pairwise(looks)]

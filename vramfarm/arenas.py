@@ -20,9 +20,10 @@ from typing import Final
 from vramfarm import memory, protocol, writing
 from vramfarm.agreement import Rank
 from vramfarm.orders import say
-from vramfarm.protocol import Arena, ControlPage, Phase, Slot
+from vramfarm.protocol import Arena, ControlPage, Phase, Slot, Told
 
 _LOOK_S: Final = 0.1  # between two looks at whether the ranks live
+_LOWEST: Final = 19
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Arenas:
         self._looked_at = 0.0
         self._free_bytes: int | None = None
         self._taking = threading.Lock()
+        self._priority = Priority()
 
     def memory(self, rank: int) -> memoryview:
         """Return what a rank stages into; it was seen to be READY."""
@@ -80,6 +82,8 @@ class Arenas:
                 self._stagings.pop(number, None)
             elif rank.alive:
                 self._map(number)
+        is_awaited = any(ranks[number].phase is Phase.SAVING for number in self._populating)
+        self._priority.be(_LOWEST if self._populating and not is_awaited else 0)
         return ranks
 
     def _look_at(self, rank: int) -> Rank:
@@ -112,7 +116,7 @@ class Arenas:
         try:
             self._stagings[rank] = Staging(owner, memory.map_arena(*arena))
         except (OSError, ValueError) as error:  # the rank went away, or waits until it gives this save up
-            self._page.set_error(f"rank {rank}: its staging memory cannot be mapped: {error}")
+            self._page.set_error(f"rank {rank}: its staging memory cannot be mapped: {error}", Told.HINDRANCE)
 
     def _populate(self, rank: int, owner: tuple[int, int], arena: tuple[int, int, int]) -> None:
         """Start giving an announced arena its pages, or tell the rank that it has them, or that it never will."""
@@ -132,7 +136,7 @@ class Arenas:
             self._pool.submit(self._introduce, rank)
         except (OSError, ValueError) as error:
             why = f"rank {rank}: no staging memory: {error}"
-            self._page.set_error(why)
+            self._page.set_error(why, Told.HINDRANCE)
             say(why)
             self._page.put(rank, Slot.ARENA_STATE, Arena.NONE)
 
@@ -153,6 +157,31 @@ class Arenas:
                     )
                 self._free_bytes -= size
         return memory.populate_arena(*arena)
+
+
+class Priority:
+    """
+    Niceness of this process's session, where the kernel shares out processors among sessions ("autogroup").
+
+    Each rank has a session, and so have we: what a thread's own policy says counts among ours only, and a thread
+    that should take what nobody else wants has as much as a rank.
+    """
+
+    def __init__(self, path: Path = Path("/proc/self/autogroup")) -> None:
+        self._path = path if os.getsid(0) == os.getpid() else None  # else it is somebody else's, too
+        self._niceness = 0
+
+    def be(self, niceness: int) -> None:
+        """Be that, at one of the next calls at the latest: the kernel takes few a second."""
+        if self._path is None or niceness == self._niceness:
+            return
+        try:
+            self._path.write_text(str(niceness))
+        except BlockingIOError:
+            return
+        except OSError:  # there is no such thing here
+            self._path = None
+        self._niceness = niceness
 
 
 def _be_idle() -> None:

@@ -38,7 +38,7 @@ from vramfarm.memory import WINDOW_BYTES
 from vramfarm.orders import Complaint
 from vramfarm.outset import Outset
 from vramfarm.places import Place, Places
-from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Word
+from vramfarm.protocol import ALIKE, FILES, Ended, Env, Phase, Reason, Told, Word
 from vramfarm.resuming import Restored, Training
 from vramfarm.run import Choice
 from vramfarm.seat import NO_FROZEN, Frozen, Seat
@@ -273,13 +273,14 @@ class Checkpointer:
         self._tell()
 
     def _let_go(self) -> None:
-        """Nothing is staged any more: an optimizer that lives on keeps no memory of ours."""
+        """Nothing is staged any more: this object and the optimizers may live on, and keep no memory of ours."""
         self._is_warm = True
         self._copier.close()
         self._stepping.close()
         if self._warm_up is not None:
             self._warm_up.close()
             self._warm_up = None
+        self._seat.release()
 
     def _at_exit(self, pid: int) -> None:
         """
@@ -531,7 +532,7 @@ class Checkpointer:
             seconds, size = page[Word.SAVE_NS] / 1e9, page[Word.SAVE_BYTES] / 1e6
             self._say(f"saved step {page[Word.COMMITTED_STEP]}: {size:.1f} MB in {seconds:.2f} s")
         if self._told[1] != before[1] and self._complaint.is_news(page.error(), time.monotonic()):
-            self._say(f"not saved: {page.error()}")
+            self._say(page.error() if page[Word.TOLD] == Told.NEWS else f"not saved: {page.error()}")
 
     # ------------------------------------------------------------------------------- saving
 

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 from vramfarm import folder, image, protocol, writing
 from vramfarm.arenas import Arenas
 from vramfarm.orders import Orders, say
-from vramfarm.protocol import ControlPage, Reason, Slot, Word
+from vramfarm.protocol import ControlPage, Reason, Slot, Told, Word
 
 FROZEN: Final = "frozen"  # in the manifest's state
 BUSY_S: Final = 0.005  # between two looks at what comes soon
@@ -265,7 +265,7 @@ class Committer:
                     raise SaveError(f"rank {rank} ended, or gave up, before its state was staged")
                 if not is_told and time.monotonic() - began > self._late_s:
                     is_told = True
-                    self._page.set_error(why := late(self._page, step, rank))
+                    self._page.set_error(why := late(self._page, step, rank), Told.WAITING)
                     say(why)
                 time.sleep(BUSY_S)
             yield staged.memory[: staged.window_bytes]
@@ -323,7 +323,7 @@ def late(page: ControlPage, step: int, rank: int) -> str:
     """Say, once a save, which rank it waits for."""
     who = protocol.describe_rank(page, rank)
     what = f"has not staged the save of step {step} for {protocol.LATE_S:.0f} s; what was committed before stays"
-    return f"{protocol.WAITING}{who}, {what}"
+    return f"waiting: {who}, {what}"
 
 
 def frozen_in(manifest: protocol.Manifest) -> dict[str, int]:

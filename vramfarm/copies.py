@@ -114,14 +114,17 @@ class Copier:
         self._copy: _Copy | None = None
         self._latest: _Copy | None = None
         self.idle: Callable[[str], None] | None = None
+        self._hooks: list[Any] = []
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
-                optimizer.register_step_pre_hook(self._before)
+                self._hooks.append(optimizer.register_step_pre_hook(self._before))
             else:
                 self._hide = False
 
     def close(self) -> None:
         self._plan = self._frozen = self._copy = self._latest = self.idle = None
+        for hook in self._hooks:
+            hook.remove()
 
     def fill(self, arena: memoryview, apart: memoryview, taken: Taken, *, may_hide: bool) -> Callable[[], str] | None:
         """

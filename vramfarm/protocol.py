@@ -67,7 +67,6 @@ MAX_NUMBER: Final = (
 MAX_MANIFEST_BYTES: Final = (
     16 << 20
 )  # enough for 10 TB, for 4 with both lists; hostile JSON of this size takes half a GB to read
-WAITING: Final = "waiting: "  # begins what `ControlPage.error` says of a save that has not failed
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
 ALIKE: Final = (
@@ -372,6 +371,7 @@ class Word(IntEnum):
     APART = 19  # saver, and local rank 0 before there is one: a bit for each object by name, 1 where ranks have a state of their own
     UNRECORDED = 18  # local rank 0: 1 means a last save at the script's exit, which records no end
     SERVED_SAVE = 17  # saver: the REQUEST_SAVE that was answered last, by a commit or a failure
+    TOLD = 20  # whoever wrote the text of `error()`: `Told`, what it is about
 
 
 class Slot(IntEnum):
@@ -449,6 +449,16 @@ class Ended(IntEnum):
     LEFT = 1
     DONE = 2
     FAILED = 3
+
+
+class Told(IntEnum):
+    """What the page's text is about. The text itself is for people only."""
+
+    FAILURE = 0  # of a save, or of what belongs to one
+    HINDRANCE = 1  # a rank's own: why it takes no part in a save, whose failure it explains
+    WAITING = 2  # for a rank; nothing has failed yet
+    DEATH = 3  # the saver's own last words
+    NEWS = 4  # counted as a failure, so that it is read, and nothing is lost
 
 
 MAX_RANKS: Final = 64
@@ -538,14 +548,15 @@ class ControlPage:
         self._floats[_HEAD_WORDS + rank * _SLOT_WORDS + slot] = value
 
     def error(self) -> str:
-        """The saver's last complaint, for a human; empty if there is none."""
+        """The last complaint, of a saver or a rank, for a human; empty if there is none. `Word.TOLD` says what it is about."""
         (length,) = struct.unpack_from("<Q", self._memory, _TEXT_AT)
         start = _TEXT_AT + 8
         return bytes(self._memory[start : start + min(length, _TEXT_BYTES - 8)]).decode(errors="replace")
 
-    def set_error(self, text: str) -> None:
+    def set_error(self, text: str, told: Told = Told.FAILURE) -> None:
         raw = text.encode()[: _TEXT_BYTES - 8]
         struct.pack_into("<Q", self._memory, _TEXT_AT, 0)
+        self[Word.TOLD] = told
         self._memory[_TEXT_AT + 8 : _TEXT_AT + 8 + len(raw)] = raw
         struct.pack_into("<Q", self._memory, _TEXT_AT, len(raw))
 

@@ -27,8 +27,7 @@ from vramfarm.agreement import Fate, Rank, Wishes
 from vramfarm.arenas import Arenas
 from vramfarm.committing import BUSY_S, ApartError, Committer, SaveError, frozen_in, late
 from vramfarm.orders import Orders, say
-from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Word
-from vramfarm.tending import DIED
+from vramfarm.protocol import LATE_S, Arena, ControlPage, Decision, Ended, EndRecord, Phase, Reason, Slot, Told, Word
 
 FIRST_SAVE_S: Final = 120.0  # disk, size and cost must be known while leaving is still cheap
 RETRY_S: Final = 2.0
@@ -114,8 +113,7 @@ class Saver:
             case Fate.VOID if not final and any(rank.phase is Phase.DONE for rank in ranks):
                 self._settle(Decision.ABORTED)  # training ended before that step; the final save comes next
             case Fate.VOID:
-                complaint = self._page.error()
-                more = f" ({complaint})" if complaint.startswith("rank ") else ""
+                more = f" ({self._page.error()})" if self._page[Word.TOLD] == Told.HINDRANCE else ""
                 self._fail_save(f"a rank ended, or could not take part, before its state was staged{more}")
             case Fate.WAIT:
                 self._wait_for_ranks(self._save, ranks)
@@ -168,15 +166,15 @@ class Saver:
             self._give_up_the_end(f"{who}, has not come to its end for {waited_s:.0f} s; others have")
         elif waited_s > LATE_S and not wait.is_told:
             wait.is_told = True
-            self._tell(f"{protocol.WAITING}{who}, has not come to its end; others have, {waited_s:.0f} s ago")
+            self._tell(f"waiting: {who}, has not come to its end; others have, {waited_s:.0f} s ago", Told.WAITING)
         return bool(self._page[Word.ENDED])
 
     def _give_up_the_end(self, why: str) -> None:
         self._fail(f"{why}: the final state cannot be saved; what was committed before stays")
         self._page[Word.ENDED] = Ended.FAILED
 
-    def _tell(self, text: str) -> None:
-        self._page.set_error(text)
+    def _tell(self, text: str, told: Told) -> None:
+        self._page.set_error(text, told)
         say(text)
 
     def _begin(self, reason: Reason, ranks: Sequence[Rank], requests: int) -> None:
@@ -210,7 +208,9 @@ class Saver:
             manifest = self._patiently(self._committer.write, save.step, save.reason)
         except folder.UnsyncedError as error:
             why = folder.describe_error(self._orders.directory, error)
-            self._fail(f"step {save.step} is written, and starts go on from it, but a power loss may take it: {why}")
+            self._fail(
+                f"step {save.step} is written, and starts go on from it, but a power loss may take it: {why}", Told.NEWS
+            )
             return
         except ApartError as error:
             self._make_up_for(save, str(error))
@@ -276,10 +276,10 @@ class Saver:
         if save.reason is Reason.INTERVAL:
             self._due_at = time.monotonic()
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, told: Told = Told.FAILURE) -> None:
         """Count and tell a save that is not what it should be, and try again soon."""
         now, save = time.monotonic(), self._save
-        self._page.set_error(text)  # first: the page is memory, the log is on the disk that may be full
+        self._page.set_error(text, told)  # first: the page is memory, the log is on the disk that may be full
         say(text)
         self._page[Word.NUM_FAILED] += 1
         self._not_before = now + RETRY_S
@@ -294,7 +294,7 @@ class Saver:
         """The arenas may be filled again. The decision last: ranks go on when they see it."""
         if self._save is not None:
             self._page[Word.SERVED_SAVE] = self._save.serves
-        if self._page.error().startswith(protocol.WAITING):
+        if self._page[Word.TOLD] == Told.WAITING:
             self._page.set_error("")
         self._save = None
         self._arenas.release()
@@ -312,7 +312,7 @@ class Saver:
         if save.is_late or time.monotonic() - save.staged_at < LATE_S:
             return
         save.is_late = True
-        self._tell(late(self._page, save.step, late_ones[0]))
+        self._tell(late(self._page, save.step, late_ones[0]), Told.WAITING)
 
     def _rotate(self) -> None:
         """Without a supervisor nobody else does."""
@@ -328,12 +328,13 @@ class Saver:
 
     def _take_lock(self) -> bool:
         """Wait to be the one writer; an earlier attempt's saver may still be committing. False: it is over."""
-        done_since = None
+        said, done_since = "", None
         while not self._is_over():
             why = self._try_lock()
             if not why:
                 return True
-            if why != self._page.error():
+            if why != said:
+                said = why
                 self._page.set_error(why)
                 self._page[Word.NUM_FAILED] += 1
                 say(why)
@@ -379,7 +380,8 @@ class Saver:
             page.put(rank, Slot.FROZEN_HELD, 0)
         self._tell(
             f"{directory}: was removed or renamed while training ran: it is made again, and saves go on there; what was saved "
-            "before is where it was moved to, or gone"
+            "before is where it was moved to, or gone",
+            Told.NEWS,
         )
         page[Word.NUM_FAILED] += 1  # after the text: whoever sees it reads that
         return ""
@@ -446,7 +448,7 @@ def main(env: Mapping[str, str] = os.environ) -> None:
     try:
         Saver(orders, page).run()
     except Exception as error:
-        page.set_error(f"{DIED} {error!r}; it is started again; see saver.log")
+        page.set_error(f"the saver died of {error!r}; it is started again; see saver.log", Told.DEATH)
         page[Word.NUM_FAILED] += 1
         raise
     if orders.keep_last is not None:  # no supervisor: nobody else removes the page

@@ -23,7 +23,7 @@ from typing import Final
 
 from vramfarm import image, memory, protocol
 from vramfarm.memory import WINDOW_BYTES, StagingMemory
-from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.protocol import Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Told, Word
 from vramfarm.tending import SaverProcess
 
 PATIENCE_S: Final = 60.0  # without a beat of the saver
@@ -169,6 +169,13 @@ class Seat:
             return None
         return self._arena.memory if self._arena else None
 
+    def release(self) -> None:
+        """Let go of the staging memory: nothing is staged any more."""
+        self._put(Slot.ARENA_STATE, Arena.NONE)
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
     def is_mapped(self) -> bool | None:
         """Whether the memory from `prepare` has its pages; None: it never will."""
         state = self._get(Slot.ARENA_STATE)
@@ -299,7 +306,7 @@ class Seat:
         self.skip(step)
 
     def _complain(self, text: str) -> None:
-        self.page.set_error(f"rank {self.rank}: {text}")
+        self.page.set_error(f"rank {self.rank}: {text}", Told.HINDRANCE)
 
     def leave(self, step: int) -> bool:
         """Wait until the staged `step` is committed and the end recorded. False: that failed, training goes on."""
@@ -438,10 +445,7 @@ class Seat:
 
     def _announce(self, size: int) -> None:
         """Replace the arena."""
-        self._put(Slot.ARENA_STATE, Arena.NONE)
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self.release()
         self._arena = StagingMemory(memory.arena_bytes(size))
         self._put(Slot.ARENA_FD, self._arena.fd)
         self._put(Slot.ARENA_BYTES, self._arena.size)

@@ -41,6 +41,7 @@ class Stepping:
         self._stepped = dict.fromkeys(range(len(self._optimizers)), (-1, 0))
         self._unhooked: dict[int, list[int]] = {}
         self._scalers = [(one, one._per_optimizer_states) for one in objects.values() if _is_scaler(one)]  # noqa: SLF001  # nothing else tells
+        self._own_hooks: list[Any] = []
         self._hook: Any = None
         self._others: list[Optimizer] = []
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -48,7 +49,7 @@ class Stepping:
     def begin(self) -> None:
         for number, optimizer in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(partial(self.note, number))
+                self._own_hooks.append(optimizer.register_step_post_hook(partial(self.note, number)))
             else:
                 self._unhooked[number] = _versions(optimizer)
         _all_given.update(one for one in self._held() if isinstance(one, Optimizer))
@@ -124,6 +125,12 @@ class Stepping:
             self._hook = register_optimizer_step_post_hook(self._see)
 
     def close(self) -> None:
+        """The training has ended; its optimizers may live on."""
+        self._hush()
+        for hook in self._own_hooks:
+            hook.remove()
+
+    def _hush(self) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook, self._others = None, []
@@ -131,7 +138,7 @@ class Stepping:
     def hear(self, models: Mapping[str, nn.Module]) -> Iterator[str]:
         """After a step: say of each that it is a stranger, once, and listen no more."""
         others = [one for one in self._others if one not in self._told and one not in _all_given]
-        self.close()
+        self._hush()
         # One that does the work for another is no stranger: what it trains is that one's.
         before = self._num_done() - 1
         stepped = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from vramfarm import folder, protocol
-from vramfarm.protocol import ControlPage, Env, Word
+from vramfarm.protocol import ControlPage, Env, Told, Word
 
 SILENCE_S: Final = 30.0  # of a saver that lives; it beats a hundred times a second
 _SILENT_LOOKS: Final = 5  # and so many looks at it: after a pause of everything it has a moment to beat again
@@ -25,7 +25,6 @@ _TEND_NS: Final = 1_000_000_000
 _SLOW_NS: Final = 60_000_000_000
 _SEE_OFF_S: Final = 10.0
 _LAST_WORDS_BYTES: Final = 300
-DIED: Final = "the saver died of"  # begins what one says itself
 
 
 class SaverProcess:
@@ -79,11 +78,11 @@ class SaverProcess:
         """Of one that could not say why itself. What it had staged is not lost: its successor writes it."""
         code = self._child.returncode if self._child is not None else 0
         was_ours, self._has_killed = self._has_killed, False
-        if code == 0 or was_ours or self._page[Word.ENDED] or (code > 0 and self._page.error().startswith(DIED)):
+        if code == 0 or was_ours or self._page[Word.ENDED] or (code > 0 and self._page[Word.TOLD] == Told.DEATH):
             return
         oom = " (out of memory? the kernel does that)" if code == -signal.SIGKILL else ""
         how = f"was killed by signal {-code}{oom}" if code < 0 else f"ended with exit code {code}{self._last_words()}"
-        self._page.set_error(f"the saver {how}; it is started again")
+        self._page.set_error(f"the saver {how}; it is started again", Told.NEWS)
         self._page[Word.NUM_FAILED] += 1
 
     def _last_words(self) -> str:
@@ -115,7 +114,8 @@ class SaverProcess:
             self._has_killed = True
         self._heard_ns, self._silent_looks = now, 0
         self._page.set_error(
-            f"the saver said nothing for {self._silence_ns / 1e9:.0f} s ({doing}): it is killed, and started again"
+            f"the saver said nothing for {self._silence_ns / 1e9:.0f} s ({doing}): it is killed, and started again",
+            Told.NEWS,
         )
         self._page[Word.NUM_FAILED] += 1
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from runner.facts import Progress
 from runner.supervise import process
-from vramfarm.protocol import WAITING, ControlPage, Ended, Env, Phase, ProtocolError, Slot, Word
+from vramfarm.protocol import ControlPage, Ended, Env, Phase, ProtocolError, Slot, Told, Word
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108  # named by the attempt's unique id, mode 0600, O_EXCL
 _RATE_WINDOW_NS: Final = 60 * 10**9
@@ -87,6 +87,7 @@ class ProgressReader:
         saves = Progress(
             num_failed=page[Word.NUM_FAILED],
             save_error=self._save_error(),
+            is_waiting=self._is_waiting(),
         )
         ranks = [rank for rank in range(page.num_ranks) if page.get(rank, Slot.PID)]
         if not ranks:
@@ -107,9 +108,11 @@ class ProgressReader:
         failed, committed = self.page[Word.NUM_FAILED], self.page[Word.NUM_COMMITTED]
         if failed != self._failed:
             self._failed, self._committed = failed, committed
-        text = self.page.error()
-        is_history = failed and committed > self._committed and not text.startswith(WAITING)
-        return "" if is_history else text
+        is_history = failed and committed > self._committed and not self._is_waiting()
+        return "" if is_history else self.page.error()
+
+    def _is_waiting(self) -> bool:
+        return self.page[Word.TOLD] == Told.WAITING
 
     def _rate(self, rank: int) -> float | None:
         beat, step = self.page.get(rank, Slot.BEAT_NS), self.page.get(rank, Slot.STEP)

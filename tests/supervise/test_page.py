@@ -5,7 +5,7 @@ import pytest
 
 from runner.facts import Progress
 from runner.supervise import page
-from vramfarm.protocol import ControlPage, Phase, Slot, Word
+from vramfarm.protocol import ControlPage, Phase, Slot, Told, Word
 
 
 @pytest.fixture
@@ -92,9 +92,12 @@ def test_a_commit_makes_the_failure_before_it_history(control):
 
     told.append(reader.read().save_error)
     control[Word.NUM_COMMITTED] = 5
-    control.set_error("waiting: rank 1")
+    control.set_error("waiting: rank 1", Told.WAITING)
 
-    assert ["disk full", "disk full", "", "disk full", "waiting: rank 1"] == [*told, reader.read().save_error]
+    last = reader.read()
+
+    assert ["disk full", "disk full", "", "disk full", "waiting: rank 1"] == [*told, last.save_error]
+    assert last.is_waiting
 
 
 def test_the_rate_comes_from_the_beats(control):

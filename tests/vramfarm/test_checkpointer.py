@@ -1283,7 +1283,7 @@ def test_a_saver_that_cannot_start_is_told_at_once(tmp_path, monkeypatch, capsys
     ckpt._seat.page[protocol.Word.ENDED] = protocol.Ended.LEFT  # nobody saves: the end does not wait
     ckpt._finished = True
 
-    assert "not saved: the saver ended with exit code 1; it is started again" in said
+    assert "vramfarm: the saver ended with exit code 1; it is started again" in said
 
 
 def small(tmp_path, **more):
@@ -1291,6 +1291,58 @@ def small(tmp_path, **more):
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     return model, optimizer, Checkpointer(model, optimizer, dir=tmp_path / "checkpoints", **more)
+
+
+def go_on(model, optimizer, ckpt, steps=1):
+    for _ in range(steps):
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+        time.sleep(0.01)
+
+
+def test_what_has_finished_keeps_nothing(tmp_path):
+    """
+    A notebook, or a search over learning rates, has many Checkpointers in one process, and often keeps them and their
+    optimizers: none of them may hold a copy of the state.
+    """
+
+    def staged():
+        return Path("/proc/self/maps").read_text().count("vramfarm-arena")
+
+    pages, before = set(Path("/dev/shm").glob(f"vramfarm-{os.getpid()}-*")), staged()
+    kept = [small(tmp_path / str(number)) for number in range(2)]
+    hooks = [len(optimizer._optimizer_step_pre_hooks) for _, optimizer, _ in kept]
+    for one in kept:
+        go_on(*one, steps=3)
+        one[2].finish()
+
+    assert [3, 3] == [ckpt.saved_step for _, _, ckpt in kept]
+    assert staged() <= before
+    assert ([1, 1], [0, 0]) == (hooks, [len(optimizer._optimizer_step_pre_hooks) for _, optimizer, _ in kept])
+    assert [0, 0] == [len(optimizer._optimizer_step_post_hooks) for _, optimizer, _ in kept]
+    assert pages == set(Path("/dev/shm").glob(f"vramfarm-{os.getpid()}-*"))
+
+
+def test_a_folder_that_is_made_again_is_no_failure(tmp_path, capsys):
+    """
+    Nothing failed: the next save is there. "not saved" would send whoever reads the log to look for one that is not.
+    """
+    one = small(tmp_path)
+    ckpt, until = one[2], time.monotonic() + 60
+    ckpt.save()
+    while not ckpt.saved_step and time.monotonic() < until:
+        go_on(*one)
+    first = ckpt.saved_step
+    shutil.rmtree(tmp_path / "checkpoints")
+    ckpt.save()
+    while ckpt.saved_step == first and time.monotonic() < until:
+        go_on(*one)
+    ckpt.finish()
+    said = capsys.readouterr().err
+
+    assert f"vramfarm: {tmp_path}/checkpoints: was removed or renamed while training ran: it is made again" in said
+    assert "not saved" not in said
 
 
 @pytest.mark.parametrize("limits", [lambda epoch: {"epochs": epoch + 1}, lambda _: {}], ids=["epochs", "no limit"])

@@ -19,7 +19,20 @@ from vramfarm import folder, memory, protocol
 from vramfarm.agreement import Rank
 from vramfarm.arenas import Arenas
 from vramfarm.committing import Committer, SaveError, Staged
-from vramfarm.protocol import LAST_RANK_S, LATE_S, Arena, ControlPage, Decision, Ended, Env, Phase, Reason, Slot, Word
+from vramfarm.protocol import (
+    LAST_RANK_S,
+    LATE_S,
+    Arena,
+    ControlPage,
+    Decision,
+    Ended,
+    Env,
+    Phase,
+    Reason,
+    Slot,
+    Told,
+    Word,
+)
 from vramfarm.saver import Orders, Save, Saver, Wait
 from vramfarm.seat import Seat, remove_left_pages
 from vramfarm.tending import SaverProcess
@@ -416,6 +429,39 @@ def test_a_save_waits_for_a_rank_that_is_stopped(tmp_path, when):
     assert [] == wrong(attempt.checkpoints)
 
 
+@pytest.mark.parametrize(("told", "more"), [(Told.HINDRANCE, " (rank 1: no room)"), (Told.FAILURE, "")])
+def test_a_save_that_a_rank_cannot_stage_is_explained_by_its_own_words(tmp_path, told, more):
+    """
+    What else is told of a rank explains another failure, whatever it begins with.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+    saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
+    saver._save = Save(7, Reason.ASKED, 1)
+    page.put(0, Slot.VOID_STEP, 7)
+    page.set_error("rank 1: no room", told)
+    saver._turn()
+
+    why = "a rank ended, or could not take part, before its state was staged"
+    assert f"save of step 7 failed: {why}{more}" == page.error()
+
+
+@pytest.mark.parametrize(("told", "count"), [(Told.DEATH, 0), (Told.FAILURE, 1)])
+def test_a_saver_that_said_why_it_dies_is_not_told_again(tmp_path, told, count):
+    """
+    Its own last words say more than its exit code.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+    env = {Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path), Env.SAVER_PYTHON: "/bin/false"}
+    saver = SaverProcess(page, env, tmp_path / "saver.log")
+    saver._start()
+    saver._child.wait()
+    page.set_error("no room", told)
+    saver._tell_death()
+
+    assert count == page[Word.NUM_FAILED]
+    assert count == page.error().startswith("the saver ended with exit code 1")
+
+
 @pytest.mark.parametrize("staging", ["full", "chunked"])
 def test_a_rank_that_a_save_waits_for_is_named_once(tmp_path, staging):
     """
@@ -593,6 +639,74 @@ def test_pages_are_taken_in_time_that_nobody_else_wants(tmp_path):
 
     ours = os.getpriority(os.PRIO_PROCESS, 0)  # which it inherits
     assert {(os.SCHED_OTHER, ours), (os.SCHED_OTHER, 10), (os.SCHED_IDLE, ours)} == found
+
+
+def test_pages_are_taken_at_the_lowest_priority_until_a_save_waits_for_them(tmp_path):
+    """
+    Of the whole session: where the kernel shares out processors among sessions, a thread's own policy counts among its own only.
+    """
+    page, wanted = ControlPage.create(tmp_path / "page", num_ranks=1), []
+    seat = Seat(page, 0)
+    with ThreadPoolExecutor(1) as pool:
+        arenas = Arenas(page, pool, tmp_path)
+        arenas._priority = Wanted(wanted)
+        with arenas._taking:
+            seat.prepare(1 << 20)
+            arenas.look()
+            seat.start(1)
+            arenas.look()
+            seat.enter(Phase.SAVING)
+            arenas.look()
+        seat.enter(Phase.TRAINING)
+        until(lambda: arenas.look() and seat.is_mapped())
+    seat.release()
+
+    assert ([19, 19, 0], 0) == (wanted[:3], wanted[-1])
+
+
+class Wanted:
+    """A priority that only notes what it is to be."""
+
+    def __init__(self, noted):
+        self.be = noted.append
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not know sessions")
+def test_the_priority_is_of_a_session_of_its_own_only(tmp_path):
+    """
+    Where a saver has none, its session is the script's, or a person's shell.
+    """
+    code = "from vramfarm.arenas import Priority; p = Priority(); p.be(19); p.be(19); print(open('/proc/self/autogroup').read())"
+    found = [
+        subprocess.run([sys.executable, "-c", code], start_new_session=own, capture_output=True, text=True, check=True)
+        for own in (True, False)
+    ]
+
+    assert [True, False] == [" nice 19" in one.stdout for one in found]
+
+
+def test_a_priority_that_the_kernel_does_not_take_yet_is_asked_for_again(tmp_path):
+    """
+    It takes few a second. A kernel that has no such thing is asked once.
+    """
+    code = """
+import errno, sys
+from vramfarm.arenas import Priority
+class File:
+    def __init__(self, *errors): self.errors, self.asked = list(errors), 0
+    def write_text(self, text):
+        self.asked += 1
+        if self.errors: raise OSError(self.errors.pop(0), "no")
+for file in (File(errno.EAGAIN), File(errno.ENOENT)):
+    priority = Priority(file)
+    for niceness in (19, 19, 19): priority.be(niceness)
+    print(file.asked)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, check=True
+    )
+
+    assert ["2", "1"] == found.stdout.split()
 
 
 def scheduled(task):
