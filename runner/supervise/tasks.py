@@ -90,8 +90,11 @@ class TaskBoard:
         out, err = _Stream(self._folder / f"{kind}.jsonl"), _Stream(self._folder / f"{kind}.err")
         env = {**os.environ, Env.RUN: self._marker, Env.ROLE: _ROLE}
         popen = process.spawn(argv, env=env, cwd="/", stdin=stdin, stdout=out.memory, stderr=err.memory)
-        with suppress(OSError):  # gone already
+        with suppress(
+            OSError
+        ):  # gone already; or no such file: only some kernels share out processors among sessions, too
             os.setpriority(os.PRIO_PROCESS, popen.pid, _NICENESS)
+            Path(f"/proc/{popen.pid}/autogroup").write_text(str(_NICENESS))
         return _Task(popen, out, err)
 
     def states(self, now: datetime) -> Mapping[TaskKind, TaskState]:
