@@ -6,18 +6,19 @@ What a person reads: one line an action, as `decide` named it, each with what an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from math import isfinite
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from runner.adapters.frameworks import get_framework
 from runner.adapters.providers import PROVIDERS
 from runner.adapters.providers.contract import Answer, Keep
+from runner.committed import MAX_LINEAGE
 from runner.facts import (
     Attempt,
     Earlier,
@@ -85,6 +86,7 @@ OUTCOMES = {code: outcome.value for outcome, code in EXIT_CODES.items()} | {
     WRONG_JOB: "refused",
     LOCKED: "locked",
 }
+_A_FEW: Final = 4
 
 
 def cost(
@@ -674,12 +676,11 @@ def tell_end(job: Job, history: History, seen: Observed, server: Server | None) 
 def closing(job: Job, history: History, seen: Observed, around: Surroundings, end: End) -> list[str]:
     """What happened, where the weights are, what it cost, and what becomes of the server."""
     outcome = OUTCOMES[end.code]
-    checkpoints = sorted({c.ref for c in seen.local} | {c.ref for c in seen.offsite or ()})
     lines = [
         f"outcome      {outcome}: {end.reason}",
         f"steps        {_step(history, seen)}",
         f"attempts     {_attempts(history.attempts)}{_attempts_before(history.earlier)}",
-        f"checkpoints  {len(checkpoints)} kept" + (f", newest {checkpoints[-1].name}" if checkpoints else ""),
+        f"checkpoints  {_kept(seen)}",
         f"weights      {_weights(job, seen)}",
         *([f"outputs      {_outputs(job, seen)}"] if job.outputs else ()),
     ]
@@ -779,8 +780,30 @@ def _attempts_before(earlier: Earlier) -> str:
     )
 
 
+def _kept(seen: Observed) -> str:
+    """How many can be used, here or in the store, and what becomes of the others: nobody looks for one in vain."""
+    here, there = {c.ref for c in seen.local}, set(_stored(seen))
+    newest = f", newest {max(here | there).name}" if here | there else ""
+    passed = sorted(ref.name for ref in here - there if there and ref < max(there))
+    only = f"; only on this disk, since a newer one went to the store: {_names(passed)}" if passed else ""
+    useless = sorted({c.ref.name for c in seen.offsite or ()} - {ref.name for ref in here | there} | seen.spoilt)
+    return f"{len(here | there)} kept{newest}{only}" + (
+        f"; of no use in the store: {_names(useless)}" if useless else ""
+    )
+
+
+def _stored(seen: Observed) -> list[Ref]:
+    """What the store has for a resume: none that is damaged there, nor one of a lineage that no run ever comes to."""
+    return [c.ref for c in seen.usable if c.ref.lineage < MAX_LINEAGE]
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _A_FEW} more" if len(names) > _A_FEW else ""
+    return f"{', '.join(names[:_A_FEW])}{more}"
+
+
 def _weights(job: Job, seen: Observed) -> str:
-    here, there = (max((c.ref for c in found), default=None) for found in (seen.local, seen.usable))
+    here, there = max((c.ref for c in seen.local), default=None), max(_stored(seen), default=None)
     if there and (here is None or here <= there):
         return f"{job.offload.to}/{job.name}/checkpoints/{there.name}"
     is_known = job.offload.to is None or seen.offsite is not None

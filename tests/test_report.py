@@ -137,6 +137,21 @@ def test_a_night_on_two_machines_is_told_in_a_screen(stored):
     )
 
 
+def test_a_checkpoint_that_never_left_its_machine_is_in_the_report_of_the_store(stored, tmp_path):
+    """
+    A newer one went in its place: whoever knows of it from the log looks for it here. No training counts for it.
+    """
+    alone = {"step": 1900, "id": "89abcdef", "local": True, "offsite": False, "written_at": at(290).isoformat()}
+    plain = gather_store(stored, "night")
+    (tmp_path / "store" / "night" / "status.json").write_text(json.dumps({**STATUS, "checkpoints": [alone]}))
+
+    told = gather_store(stored, "night")
+
+    (line,) = [line for line in text(told) if "step-00001900-89abcdef" in line]
+    assert "in the disk of its machine, as that last said" in line
+    assert plain.spendings == told.spendings
+
+
 def test_scripts_get_it_as_data(stored):
     """
     Seconds and decimal texts, each machine with its attempts.

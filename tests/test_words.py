@@ -7,6 +7,7 @@ from decimal import Decimal
 
 import pytest
 
+from runner.committed import MAX_LINEAGE
 from runner.facts import (
     Attempt,
     Checkpoint,
@@ -293,6 +294,30 @@ def test_weights_in_a_store_that_refused_are_not_denied():
     assert "(only on this disk)" in known
     assert "step-00000900-0123abcd (only on this disk; the store has step-00000500-0123abcd)" in behind
     assert "(only on this disk; the store had step-00000500-0123abcd when it last answered)" in away
+
+
+def test_the_summary_counts_what_can_be_used_and_names_the_rest():
+    """
+    One that a newer one overtook on its way to the store is on this disk only; a manifest that makes no sense, or
+    claims a lineage that no run comes to, is nobody's checkpoint.
+    """
+    end = End(code=0, stop=False, keep=False, reason="done")
+    refs = [Ref(1, step, 1, f"{step:08x}") for step in (100, 200, 300)]
+    older, newest, damaged = (replace(checkpoint(), ref=ref) for ref in refs)
+    hostile = replace(checkpoint(), ref=Ref(MAX_LINEAGE, 7, 1, "0badbad0"))
+    seen = replace(SEEN, local=(older, newest), offsite=(newest, damaged, hostile), spoilt=frozenset({"step-x"}))
+
+    (told,) = [
+        line
+        for line in closing(JOB, History(), replace(seen, unusable=frozenset({refs[2].name})), AROUND, end)
+        if line.startswith("checkpoints")
+    ]
+    (plain,) = [line for line in closing(JOB, History(), SEEN, AROUND, end) if line.startswith("checkpoints")]
+
+    assert "checkpoints  0 kept" == plain
+    assert f"checkpoints  2 kept, newest {refs[1].name}" == told.partition(";")[0]
+    assert f"; only on this disk, since a newer one went to the store: {refs[0].name};" in told
+    assert told.endswith(f"; of no use in the store: {hostile.ref.name}, {refs[2].name}, step-x")
 
 
 POD = Server(provider="runpod", id="p1", price_per_hour="23.92", currency="USD", keeping="40.00 USD a month (200 GB)")

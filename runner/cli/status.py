@@ -253,7 +253,9 @@ def _checkpoints(status: Status) -> str:
         return "no checkpoint yet"
     newest = checkpoints[-1]
     safe = sum(bool(checkpoint.get("verified")) for checkpoint in checkpoints)
-    where = f"{safe} verified in the store" if status.get("store") else "only on this disk"
+    alone = sum(bool(checkpoint.get("local") and not checkpoint.get("offsite")) for checkpoint in checkpoints)
+    there = f"{safe} verified in the store" + (f", {alone} only on its disk" if alone else "")
+    where = there if status.get("store") else "only on this disk"
     return f"{len(checkpoints)} checkpoints, {where}, the newest at step {newest.get('step')}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,8 @@ STATUS: Final = "status.json"
 _MAX_BYTES: Final = 16 << 20
 _MAX_SAMPLES: Final = 100_000
 _MAX_STEP: Final = 1 << 53
+_DISK: Final = "disk"
+_LEFT: Final = "the disk of its machine, as that last said"
 
 Read = Callable[[str], bytes | None]
 
@@ -50,6 +53,9 @@ def gather_store(store: Store, job: str) -> Report:
     saved = tuple(
         Saved(name=c.ref.name, step=c.ref.step, where="store", written_at=c.written_at.isoformat()) for c in whole
     )
+    names = {one.name for one in saved}
+    alone = (one for one in _saved(status) if one.where == _DISK and one.name not in names)
+    saved = (*saved, *(replace(one, where=_LEFT) for one in alone))
     return _report(f"{store.address}/{job}", read, status, found, metrics, saved)
 
 
@@ -66,7 +72,7 @@ def _report(  # noqa: PLR0913, PLR0917  # what differs between a folder and a st
         address=address,
         status=in_plain(status),
         command=one_line(str(job.get("command", ""))),
-        spendings=share_out(ledger.parse(machines), max((s.step for s in saved), default=0)),
+        spendings=share_out(ledger.parse(machines), max((s.step for s in saved if s.where != _LEFT), default=0)),
         checkpoints=saved,
         samples=tuple(sample for number, name in metrics for sample in _samples(number, read(name) or b"")),
     )
@@ -76,7 +82,7 @@ def _saved(status: Mapping[str, Any]) -> tuple[Saved, ...]:
     found = []
     for entry in status.get("checkpoints") or []:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
-            where = " and ".join(word for key, word in (("local", "disk"), ("offsite", "store")) if entry.get(key))
+            where = " and ".join(word for key, word in (("local", _DISK), ("offsite", "store")) if entry.get(key))
             name = f"step-{int(entry['step']):08d}-{entry['id']}"
             written_at = str(entry.get("written_at", ""))
             found.append(Saved(name=name, step=int(entry["step"]), where=where, written_at=written_at))

@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint that is there. `where`: `store`, `disk`, or both."""
+    """A checkpoint that is there. `where`: `store`, `disk`, or both; of a store's report also a disk that had it last."""
 
     name: str
     step: int

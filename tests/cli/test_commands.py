@@ -554,7 +554,7 @@ def test_status_for_a_person(tmp_path, cli, held_lock):
     expected = [
         "llama  running  step 500/1000  loss 2.346  2 steps/s  4m 10s left",
         "  checkpoint step-00000500-4567cdef committed: 12.4 GB in 9.1s",
-        "  attempt 1, 2 checkpoints, 1 verified in the store, the newest at step 500",
+        "  attempt 1, 2 checkpoints, 1 verified in the store, 1 only on its disk, the newest at step 500",
         "  the server stops at the latest in 2h 00m, cost so far 1.20 EUR, server m-1",
     ]
     assert expected == lines[:4]
