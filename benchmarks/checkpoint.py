@@ -206,7 +206,7 @@ def warm_up(training, engine):
     quiet, used = training.quiet(), engine.saver_cpu_s()
     steps = steps_to_warm(training, engine)
     used = engine.saver_cpu_s() - used
-    pins = engine.ckpt._warm_up._pins if engine.ckpt._warm_up else None
+    pins = engine.ckpt._saves._warm_up._pins if engine.ckpt._saves._warm_up else None
     found = {
         "s": sum(steps),
         "over_s": sum(steps) - quiet * len(steps),
@@ -228,7 +228,7 @@ def seconds_to_zero(size):
 
 def steps_to_warm(training, engine):
     first, started = len(training.seconds), time.perf_counter()
-    while training.step(engine, wants_more=not engine.ckpt._is_warm) and time.perf_counter() - started < 120:
+    while training.step(engine, wants_more=not engine.ckpt._saves.is_warm) and time.perf_counter() - started < 120:
         pass
     return training.seconds[first:]
 

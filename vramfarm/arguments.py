@@ -42,6 +42,13 @@ def parse_world(given: object, world: World) -> World:
     raise ValueError(f"data_parallel: expected (rank, size) with a rank from 0 to size - 1, got {given!r}")
 
 
+def check_loader(loader: object, where: str) -> None:
+    if isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"{where}: expected a loader, or something else that gives batches, got {type(loader).__qualname__}"
+        )
+
+
 def check_objects(objects: Mapping[str, Any], taken: Collection[str], keywords: Collection[str]) -> None:
     """Refuse what is no object with a state, and names that make two tensors of one name."""
     for name, thing in objects.items():

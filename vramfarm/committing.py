@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final
 
-from vramfarm import folder, image, protocol, writing
+from vramfarm import folder, image, metadata, protocol, writing
 from vramfarm.arenas import Arenas
 from vramfarm.orders import Orders, say
 from vramfarm.protocol import ControlPage, Reason, Slot, Told, Word
@@ -205,7 +205,7 @@ class Committer:
 
     def _expect_alike(self, temporary: Path, staged: Sequence[Staged]) -> None:
         """What is saved once is the same on all ranks; from the next save on each saves its own of what is not."""
-        told = [one.state.get("own", {}).pop(protocol.ALIKE, {}) for one in staged]
+        told = [metadata.take_alike(one.state) for one in staged]
         if not any(told):
             return
         sums = [
@@ -216,7 +216,7 @@ class Committer:
         )
         if not differing:
             return
-        before, own = self._page[Word.APART], [one.state["own"].get("objects", {}) for one in staged]
+        before, own = self._page[Word.APART], [metadata.own_objects(one.state) for one in staged]
         self._page[Word.APART] |= protocol.apart_bits(set().union(*sums, *own), differing)
         kind = SaveError if self._page[Word.APART] == before else ApartError
         raise kind(
@@ -285,7 +285,7 @@ class Committer:
             written_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             algorithm=protocol.ALGORITHM,
             shards=shards,
-            contents=tuple(staged[0].state.get("contents", ())),
+            contents=metadata.contents(staged[0].state),
             reason=reason.name.lower(),
             state={"ranks": {str(rank): one.state for rank, one in enumerate(staged)}, FROZEN: frozen},
         )
@@ -293,7 +293,7 @@ class Committer:
 
 def _places(rank: int, state: dict[str, Any], size: int) -> list[tuple[int, int]]:
     """Return where a rank's images are: one, unless its JSON names the sizes of several."""
-    found = image.places(state.pop(protocol.FILES, [size]))
+    found = image.places(metadata.take_sizes(state, size))
     if found[-1][1] != size:
         raise SaveError(f"rank {rank}: staged {size} bytes, and files that end at {found[-1][1]}")
     return found

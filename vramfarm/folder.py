@@ -16,9 +16,9 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
-from vramfarm import protocol
+from vramfarm import metadata, protocol
 from vramfarm.protocol import Manifest
 
 _LOOKS = 10  # at a folder that somebody else prunes meanwhile
@@ -124,20 +124,13 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def _too_large(manifest: Manifest, num_bytes: int) -> str:
-    sizes = {name: len(json.dumps(value)) for name, value in _described(manifest.state)}
+    sizes = {name: len(json.dumps(value)) for name, value in metadata.parts(manifest.state)}
     name = max(sizes, key=lambda name: sizes[name], default="")
     largest = f", {_size(sizes[name])} of it the state of {name}" if name else ""
     return (
         f"{protocol.MANIFEST} would have {_size(num_bytes)}{largest}; expected at most {_size(protocol.MAX_MANIFEST_BYTES)}: "
         "keep large values as tensors or numpy arrays of numbers, which go to the shards"
     )
-
-
-def _described(state: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    for rank in state.get("ranks", {}).values():
-        yield from rank.get("own", {}).items()
-        for kind in ("models", "optimizers", "objects"):
-            yield from rank.get("shared", {}).get(kind, {}).items()
 
 
 def remove(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from vramfarm.data import Feed
 from vramfarm.epochs import UNKNOWN, Order, Position
+from vramfarm.metadata import Own, Shared
 from vramfarm.typed import StateError
 
 _STREAM: Final = object()  # iterators are used up: one stands for all
@@ -42,25 +43,28 @@ class Place:
 
 
 class Places:
-    def __init__(
-        self,
-        saved: Mapping[str, Any] | None = None,
-        now: Position | None = None,
-        states: Mapping[int, Any] | None = None,
-        orders: Mapping[int, Order] | None = None,
-        ranks: int = 1,
-    ) -> None:
-        """`saved` is what `dump` gave, on so many `ranks`; a checkpoint of a run with one loader has only the position `now`."""
+    """Of all loaders: those that this run has gone through, and those that a checkpoint knows. `now` is the number of the last one of then."""
+
+    def __init__(self) -> None:
         self._found: list[Place] = []
-        self._states = states or {}
-        self._orders = orders or {}
         self._saved: list[tuple[Position, int | None]] = []
+        self._ranks: list[int] = []
+        self._states: dict[int, Any] = {}
+        self._orders: dict[int, Order] = {}
         self.now = 0
-        if saved is not None:
-            self._saved, self.now = _parse(saved)
-        elif now is not None:
-            self._saved = [(now, None)]
-        self._ranks = _parse_ranks(saved, len(self._saved), ranks)
+
+    @classmethod
+    def parse(cls, shared: Shared, own: Own) -> Places:
+        """Return what a checkpoint says, `own` decoded; of a run with one loader it has only the position. `StateError` for what makes no sense."""
+        places = cls()
+        if shared.places is None:
+            places._saved = [(Position.parse(shared.position), None)]
+        else:
+            places._saved, places.now = _parse(shared.places)
+        places._ranks = _parse_ranks(shared.places, len(places._saved), shared.data_ranks)
+        places._orders = {number: Order.parse(order) for number, order in _by_number(shared.orders)}
+        places._states = dict(_by_number(own.loaders)) | ({} if own.loader is None else {places.now: own.loader})
+        return places
 
     def of(self, loader: object) -> Place:
         """Return the place of this loader's data; of data that were not seen before, at their beginning, or where they were when the checkpoint was saved."""
@@ -103,9 +107,9 @@ class Places:
         orders = {**self._orders, **{place.number: place.order for place in self._found}}
         return {str(number): order.dump() for number, order in orders.items() if order != UNKNOWN}
 
-    def dump(self, now: Place, position: Position, ranks: int = 1) -> dict[str, Any]:
+    def dump(self, now: Place, position: Position, ranks: int) -> dict[str, Any] | None:
         """
-        Return what a checkpoint of so many `ranks` keeps, nothing where one loader is all: its position is there anyway.
+        Return what a checkpoint of so many `ranks` keeps, None where one loader is all: its position is there anyway.
 
         The place `now` is at `position`. One that was not gone through since a resume counts by the ranks of then.
         """
@@ -113,11 +117,17 @@ class Places:
         all_of_them = [(one, place.size) for one, place in zip(positions, self._found, strict=True)]
         all_of_them += self._saved[len(all_of_them) :]
         if len(all_of_them) <= 1:
-            return {}
+            return None
         by = [ranks if place.is_new or place.has_begun else place.ranks for place in self._found]
         by += self._ranks[len(by) :]
         kept = {"now": self.number(now), "all": [[one.dump(), size] for one, size in all_of_them]}
-        return {"places": kept if set(by) == {ranks} else kept | {"ranks": by}}
+        return kept if set(by) == {ranks} else kept | {"ranks": by}
+
+
+def _by_number(saved: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    if not all(number.isdecimal() for number in saved):
+        raise StateError(f"the checkpoint's loaders make no sense: {str(saved)[:80]}")
+    return [(int(number), one) for number, one in saved.items()]
 
 
 def _parse(saved: Mapping[str, Any]) -> tuple[list[tuple[Position, int | None]], int]:

@@ -69,10 +69,6 @@ MAX_MANIFEST_BYTES: Final = (
 )  # enough for 10 TB, for 4 with both lists; hostile JSON of this size takes half a GB to read
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
-ALIKE: Final = (
-    "alike"  # in a rank's own JSON: by objects' names, a sum of their JSON and the keys of sums of their tensors
-)
-FILES: Final = "files"  # in a rank's JSON: the sizes of its files, where it has several
 
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
 

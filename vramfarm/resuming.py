@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from vramfarm import folder, optim, rng, run, state, unpickling
-from vramfarm.epochs import Order, Position, World
+from vramfarm import folder, metadata, optim, rng, run, state, unpickling
+from vramfarm.epochs import Position, World
 from vramfarm.loading import DamagedError, Reader
+from vramfarm.metadata import Metadata, Own
 from vramfarm.places import Places
 from vramfarm.protocol import MANIFEST, Manifest
 from vramfarm.run import Choice, ResumeError
+from vramfarm.training import Training
 from vramfarm.typed import StateError
 
 Load = Callable[[Reader], None]
@@ -30,31 +29,13 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Training:
-    """What a script gave us: `objects` are those that are no modules, `optimizers` have names."""
-
-    models: Mapping[str, nn.Module]
-    optimizers: Sequence[tuple[str, torch.optim.Optimizer]]
-    objects: Mapping[str, Any]
-    seed: int
-    world: World
-    allow_pickle: bool = False
-
-    def names(self) -> set[str]:
-        return {*self.models, *dict(self.optimizers), *self.objects}
-
-
-@dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says beyond what was put back. Each rank has its own of the objects that are `apart`. `rng` and `loader_states`, by the loaders' numbers, are this rank's own, nothing where the ranks are not the same."""
+    """What a checkpoint says beyond what was put back. Each rank has its own of the objects that are `apart`. `rng` is this rank's, None where the ranks are not the same."""
 
     step: int
     position: Position
-    data_ranks: int
+    places: Places
     rng: Any
-    loader_states: Mapping[int, Any]
-    places: Any
-    orders: Mapping[int, Order]
     apart: frozenset[str]
     report: Report
 
@@ -131,54 +112,34 @@ def _try(path: Path, load: Load) -> tuple[str, bool]:
 
 def load(reader: Reader, training: Training) -> Restored:
     """Ask for everything, read it in one go, hand it out."""
-    ranks, report = _read_ranks(reader.manifest), Report()
-    shared = ranks["0"]["shared"]
-    rest = list(_plan(reader, training, ranks, report))
+    report = Report()
     with _or_damaged(reader.manifest):
-        own = _plan_own(reader, training.world, ranks)
+        found = _parse(reader.manifest)
+        shared, position = found.shared, Position.parse(found.shared.position)
+    rest = list(_plan(reader, training, found, report))
+    with _or_damaged(reader.manifest):
+        own = _plan_own(reader, training.world, found)
     reader.flush()
     with _or_damaged(reader.manifest):
-        rng.check(own)
+        rng.check(own.rng)
+        places = Places.parse(shared, own)
     for name, then in rest:
         with contextlib.nullcontext() if training.allow_pickle else unpickling.forbidden(name):
             then()
-    step = shared["step"]
-    _apply_rng(own, training, step, len(ranks), report)
-    position = Position.parse(shared["position"])
-    return Restored(
-        step=step,
-        position=position,
-        data_ranks=shared["data_ranks"],
-        rng=own.get("rng"),
-        loader_states=_loader_states(own, shared.get("places")),
-        places=shared.get("places"),
-        orders=_orders(shared.get("orders", {})),
-        apart=frozenset(name for rank in ranks.values() for name in rank["own"].get("objects", {})),
-        report=report,
-    )
+    _apply_rng(own, training, shared.step, len(found.own), report)
+    apart = frozenset(name for one in found.own for name in one.objects)
+    return Restored(shared.step, position, places, own.rng, apart, report)
 
 
-def _read_ranks(manifest: Manifest) -> dict[str, Any]:
-    """Return what each rank said; `DamagedError` where no rank says such a thing. What the script's own objects are given back is theirs to judge."""
-    with _or_damaged(manifest):
-        ranks: dict[str, Any] = manifest.state["ranks"]
-        if ranks.keys() != {str(rank) for rank in range(len(ranks))}:
-            raise ValueError(f"ranks: expected 0 to {len(ranks) - 1}, got {', '.join(ranks)[:80]}")
-        owns = [rank["own"] for rank in ranks.values()]
-        shared = ranks["0"]["shared"]
-        parts = [*owns, *(own.get("objects", {}) for own in owns), *(own.get("optimizers", {}) for own in owns)]
-        for part in [*parts, *(shared[kind] for kind in ("models", "optimizers", "objects"))]:
-            if not isinstance(part, dict):
-                raise TypeError(f"expected values by name, got {str(part)[:80]}")
-        step, data_ranks = shared["step"], shared["data_ranks"]
-        # Ranks that came to their end after another number of steps are saved all the same: the first's may be less.
-        least = 0 if manifest.reason == "final" else manifest.step
-        if type(step) is not int or not least <= step <= manifest.step:
-            raise ValueError(f"step: expected {manifest.step}, as in its name, got {str(step)[:80]!r}")
-        if type(data_ranks) is not int or data_ranks < 1:
-            raise ValueError(f"data_ranks: expected a number of ranks, got {str(data_ranks)[:80]!r}")
-        Places(shared.get("places"), Position.parse(shared["position"]))
-    return ranks
+def _parse(manifest: Manifest) -> Metadata:
+    """What the script's own objects are given back is theirs to judge."""
+    found = metadata.parse(manifest.state)
+    step = found.shared.step
+    # Ranks that came to their end after another number of steps are saved all the same: the first's may be less.
+    least = 0 if manifest.reason == "final" else manifest.step
+    if type(step) is not int or not least <= step <= manifest.step:
+        raise ValueError(f"step: expected {manifest.step}, as in its name, got {str(step)[:80]!r}")
+    return found
 
 
 @contextlib.contextmanager
@@ -192,67 +153,53 @@ def _or_damaged(manifest: Manifest) -> Iterator[None]:
         raise DamagedError(f"{manifest.ref.name}: {MANIFEST}: state: no rank writes this: {error!r}") from None
 
 
-def _plan(
-    reader: Reader, training: Training, ranks: dict[str, Any], report: Report
-) -> Iterator[tuple[str, state.Then]]:
+def _plan(reader: Reader, training: Training, found: Metadata, report: Report) -> Iterator[tuple[str, state.Then]]:
     """Ask for what all ranks share. Yield whose it is, and what is left to do with it."""
-    shared, models = ranks["0"]["shared"], training.models
+    shared, models = found.shared, training.models
     for name, module in models.items():
-        if report.is_there(name, shared["models"]):
-            count, then = state.plan_module(reader, name, module, shared["models"][name])
+        if report.is_there(name, shared.models):
+            count, then = state.plan_module(reader, name, module, shared.models[name])
             yield name, then
             report.restored(f"{name} ({count} tensors)")
     for name, optimizer in training.optimizers:
-        if report.is_there(name, shared["optimizers"]):
-            saved = shared["optimizers"][name]
-            others = [rank["own"].get("optimizers", {}).get(name, []) for rank in ranks.values()]
+        if report.is_there(name, shared.optimizers):
+            saved = shared.optimizers[name]
+            others = [own.optimizers.get(name, []) for own in found.own]
             whole = saved | {"state": optim.merge_states(saved["state"], others)}
             yield name, optim.plan_optimizer(reader, optimizer, list(models.values()), whole)
             report.restored(name)
-    rank = training.world.rank % len(ranks)
-    own = ranks[str(rank)]["own"].get("objects", {})
+    num_ranks, size = len(found.own), training.world.size
+    rank = training.world.rank % num_ranks
+    own = found.own[rank].objects
     for name, thing in training.objects.items():
         if name in own:
             yield name, state.plan_object(reader, thing, own[name], name, rank)
             report.restored(f"{name} (each rank's own)")
-            if len(ranks) != training.world.size:
+            if num_ranks != size:
                 report.left_out(
-                    f"{name}: each of {len(ranks)} ranks had its own, now {training.world.size}: rank n goes on with that of rank n modulo {len(ranks)}"
+                    f"{name}: each of {num_ranks} ranks had its own, now {size}: rank n goes on with that of rank n modulo {num_ranks}"
                 )
-        elif report.is_there(name, shared["objects"]):
-            yield name, state.plan_object(reader, thing, shared["objects"][name], name)
+        elif report.is_there(name, shared.objects):
+            yield name, state.plan_object(reader, thing, shared.objects[name], name)
             report.restored(name)
-    saved_names = {n for kind in ("models", "optimizers", "objects") for n in shared[kind]} | own.keys()
-    for name in sorted(saved_names - training.names()):
+    for name in sorted((shared.names() | own.keys()) - {*training.names}):
         report.left_out(f"{name}: in the checkpoint, but not given to Checkpointer")
 
 
-def _plan_own(reader: Reader, world: World, ranks: dict[str, Any]) -> dict[str, Any]:
+def _plan_own(reader: Reader, world: World, found: Metadata) -> Own:
     """Ask for what is this rank's own; nothing where the ranks are not the same."""
-    if len(ranks) != world.size:
-        return {}
-    own = ranks[str(world.rank)]["own"]
-    return {name: state.decode(own[name], reader.whole) for name in ("rng", "loader", "loaders") if name in own}
+    if len(found.own) != world.size:
+        return Own(rng=None)
+    own = found.own[world.rank]
+    numbers, loader, loaders = (state.decode(one, reader.whole) for one in (own.rng, own.loader, own.loaders))
+    return Own(rng=numbers, loader=loader, loaders=loaders)
 
 
-def _loader_states(own: Mapping[str, Any], places: Any) -> dict[int, Any]:  # noqa: ANN401  # JSON
-    """The loader that was gone through last is kept by itself: most runs have no other."""
-    now = places["now"] if isinstance(places, dict) and "now" in places else 0
-    states = {int(number): one for number, one in own.get("loaders", {}).items()}
-    return states | ({now: own["loader"]} if "loader" in own else {})
-
-
-def _orders(saved: object) -> dict[int, Order]:
-    if not isinstance(saved, dict) or not all(number.isdecimal() for number in saved):
-        raise StateError(f"the checkpoint's orders of the data make no sense: {str(saved)[:80]}")
-    return {int(number): Order.parse(order) for number, order in saved.items()}
-
-
-def _apply_rng(own: dict[str, Any], training: Training, step: int, num_ranks: int, report: Report) -> None:
+def _apply_rng(own: Own, training: Training, step: int, num_ranks: int, report: Report) -> None:
     """Random numbers: each rank's own, or new ones where the ranks are not the same."""
     world = training.world
     if num_ranks == world.size:
-        rng.put_back(own["rng"])
+        rng.put_back(own.rng)
         report.restored("random numbers")
         return
     rng.reseed(training.seed, step, world.rank)
@@ -268,7 +215,7 @@ class Report:
         self._restored: list[str] = []
         self._left_out: list[str] = []
 
-    def is_there(self, name: str, saved: dict[str, Any]) -> bool:
+    def is_there(self, name: str, saved: Mapping[str, Any]) -> bool:
         if name not in saved:
             self.left_out(f"{name}: not in the checkpoint, starts afresh")
         return name in saved

@@ -38,11 +38,10 @@ def put_back(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def check(own: Mapping[str, Any]) -> None:
+def check(found: Mapping[str, Any] | None) -> None:
     """Raise what `put_back` would, before anything is touched. Ranks whose number has changed have nothing of their own."""
-    if not own:
+    if found is None:
         return
-    found = own["rng"]
     random.Random().setstate(found["python"])  # noqa: S311  # the script's own
     try:
         torch.Generator("cpu").set_state(found["torch"])

@@ -30,14 +30,12 @@ Then = Callable[[], None]
 
 @dataclass
 class Snapshot:
-    """State of one rank at one step. `shared` is the same on every rank, `own` is this rank's."""
+    """The tensors of one rank at one step, each under a name of its own."""
 
     rank: int
     world_size: int
     meshes: staging.Meshes = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
-    shared: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
     _keys: set[str] = field(default_factory=set)
 
     def add(self, key: str, tensor: Tensor, *, spread: bool = False) -> str:

@@ -160,7 +160,7 @@ def prepare(path, device, *, seed=0, layers=LAYERS, way="", compiled=False, kind
 def train(path, device, *, accumulate=1, between=None, sabotage=False, **options):
     model, bare, optimizer, ema, ckpt = prepare(path, device, **options)
     if sabotage:
-        unprotect(ckpt._copier, optimizer)
+        unprotect(ckpt._saves._copier, optimizer)
     more = [("ema", ema)] if ema else []
     history = {}
     page = ckpt._seat.page
@@ -178,7 +178,7 @@ def train(path, device, *, accumulate=1, between=None, sabotage=False, **options
         ckpt.step()
         if between:
             between(bare, ckpt.start_step)
-        if ckpt._is_warm and asked < SAVES:
+        if ckpt._saves.is_warm and asked < SAVES:
             ckpt.save()  # again and again: while one is written, too
             asked += 1
         if not ckpt._seat.is_copying():
@@ -192,7 +192,7 @@ def train(path, device, *, accumulate=1, between=None, sabotage=False, **options
     ckpt.finish()
     stored = [one for one in folder.committed(path) if one.manifest.step in history]
     wrong = {one.manifest.step: differences(one, history[one.manifest.step], live) for one in stored}
-    hidden = ckpt._copier._hide
+    hidden = ckpt._saves._copier._hide
     return {
         "checked": len(wrong),
         "wrong": {step: names for step, names in wrong.items() if names},

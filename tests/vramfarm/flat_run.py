@@ -156,7 +156,7 @@ def not_torn(root):
     def versions():
         return [one._version for one in guards]
 
-    layout = run.ckpt._take().layout
+    layout = run.ckpt._saves.contents.take().layout
     plan = copies._Plan(memoryview(bytearray(layout.size_bytes)), layout)
     beside, torn = copies._Copy([], plan._kept), copies._Copy([], plan._kept)
     before = versions()

@@ -59,11 +59,7 @@ def main():
     ours = digests(model, optimizer)
     theirs = by_torch(folder.committed(checkpoints)[0].path, model)
     assert theirs == {key: ours[key] for key in theirs}
-    rest = [
-        i
-        for (batch,) in ckpt._take_feed(loader, ckpt._places.of(loader)).rest_of_epoch(ckpt._position)
-        for i in batch.tolist()
-    ]
+    rest = [i for (batch,) in ckpt._course.feed_of(loader).rest_of_epoch(ckpt._position) for i in batch.tolist()]
     Path(f"{out}.{dist.get_rank()}").write_text(json.dumps([ckpt.start_step, ours, rest]))
     ckpt.finish()
 

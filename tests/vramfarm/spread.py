@@ -214,7 +214,7 @@ def main(root):
         for step, _ in ckpt.steps([torch.full((3,), own + number) for number in range(4)]):
             if step == 2:
                 dist.barrier()  # by now every rank was given two
-        say(saved=name, read="told", same=ckpt._alike is None)
+        say(saved=name, read="told", same=ckpt._course.watch is None)
     train_apart(root / "apart")
     dist.destroy_process_group()
 

@@ -18,12 +18,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vramfarm import Checkpointer, arguments, data, folder, protocol
-from vramfarm.checkpointer import NO_OPTIMIZER, _scalar
+from vramfarm.checkpointer import _scalar
 from vramfarm.epochs import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
 from vramfarm.protocol import ControlPage, Env
 from vramfarm.run import ResumeError, await_all, expect_no_other_writer
+from vramfarm.training import NO_OPTIMIZER
 from vramfarm.typed import StateError
 
 
@@ -115,7 +116,7 @@ def test_a_fresh_start_makes_no_fake_step(tmp_path):
     train(
         tmp_path,
         2,
-        hook=lambda step, ckpt: steps.append(ckpt._optimizers[0][1].state_dict()["state"][0]["step"].item()),
+        hook=lambda step, ckpt: steps.append(ckpt._training.optimizers[0][1].state_dict()["state"][0]["step"].item()),
     )
 
     assert [1.0, 2.0] == steps
@@ -503,6 +504,9 @@ SENSELESS = {
         1 << 62,
         "the checkpoint's position in the data makes no sense: ",
     ),
+    "orders": (("shared", "orders"), {"x": {}}, "the checkpoint's loaders make no sense: "),
+    "order": (("shared", "orders"), {"0": 1}, "the checkpoint's order of the data makes no sense: "),
+    "loaders": (("own", "loaders"), {"x": None}, "the checkpoint's loaders make no sense: "),
     "models": (("shared", "models"), 1, "no rank writes this: TypeError('expected values by name, got 1')"),
     "all": (("shared",), [1], "no rank writes this: TypeError("),
     "nothing": ((), None, "no rank writes this: TypeError("),
@@ -1235,7 +1239,7 @@ def test_a_fork_of_the_script_does_not_end_its_training(tmp_path):
         "ckpt = Checkpointer(model, torch.optim.SGD(model.parameters(), 0.1))\n"
         "for step, _ in ckpt.steps([0] * 9):\n"
         "    model(torch.ones(1)).sum().backward()\n"
-        "    ckpt._optimizers[0][1].step()\n"
+        "    ckpt._training.optimizers[0][1].step()\n"
         "    if step == 2:\n"
         "        child = os.fork()\n"
         "        if not child:\n"
@@ -1276,7 +1280,7 @@ def test_a_saver_that_cannot_start_is_told_at_once(tmp_path, monkeypatch, capsys
     deadline, said = time.monotonic() + 30, ""
     while "the saver ended" not in said and time.monotonic() < deadline:
         model(torch.ones(1)).sum().backward()
-        ckpt._optimizers[0][1].step()
+        ckpt._training.optimizers[0][1].step()
         ckpt.step()
         said += capsys.readouterr().err
         time.sleep(0.01)
@@ -1524,14 +1528,14 @@ def test_a_save_that_fails_again_and_again_is_told_once(tmp_path, capsys):
     thing = Kept({"n": 1})
     model, optimizer, ckpt = small(tmp_path, save_interval=0.05, thing=thing)
     deadline = time.monotonic() + 60
-    while ckpt._told[1] < 3 and time.monotonic() < deadline:
+    while ckpt._saves._told[1] < 3 and time.monotonic() < deadline:
         thing.state = {"n": object() if ckpt.start_step > 3 else 1}
         model(torch.ones(1)).sum().backward()
         optimizer.step()
         ckpt.step()
         time.sleep(0.02)
     thing.state = {"n": 2}
-    failed = ckpt._told[1]
+    failed = ckpt._saves._told[1]
     ckpt.finish()
 
     assert failed >= 3

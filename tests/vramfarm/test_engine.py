@@ -167,7 +167,7 @@ def test_staging_memory_is_ready_before_it_is_needed(tmp_path):
     assert 1 == page.get(rank, Slot.WARMING)
     ckpt.save()
     deadline = time.monotonic() + 20
-    while not ckpt._is_warm and time.monotonic() < deadline:
+    while not ckpt._saves.is_warm and time.monotonic() < deadline:
         assert 0 == page[Word.NUM_COMMITTED]
         ckpt.step()
         time.sleep(0.01)
@@ -242,15 +242,15 @@ def test_where_there_is_no_memory_for_a_copy(tmp_path, capsys, memory_is):
     ckpt = Checkpointer(model, optimizer, dir=tmp_path, save_interval="1h")
     page = ckpt._seat.page
     if memory_is == "short":
-        ckpt._available = 1000
+        ckpt._saves._available = 1000
     deadline = time.monotonic() + 60
-    while not (ckpt._is_warm and page[Word.NUM_COMMITTED]):
+    while not (ckpt._saves.is_warm and page[Word.NUM_COMMITTED]):
         assert time.monotonic() < deadline, page.error()
         model(torch.randn(4, 100)).square().mean().backward()
         optimizer.step()
-        if ckpt._is_warm and memory_is == "refused" and not ckpt._is_bounded:
+        if ckpt._saves.is_warm and memory_is == "refused" and not ckpt._saves._is_bounded:
             page.put(0, Slot.ARENA_STATE, Arena.NONE)
-        if ckpt._is_warm:
+        if ckpt._saves.is_warm:
             ckpt.save()
         ckpt.step()
         time.sleep(0.01)

@@ -271,7 +271,7 @@ def test_a_loader_that_waits_while_the_number_of_ranks_changes_goes_on_where_it_
     """
     first, second = batches(range(12)), batches(range(20, 32))
     run = Run(tmp_path)
-    run.ckpt._data_world = World(0, 2)  # as if there were another rank
+    object.__setattr__(run.ckpt._training, "data_world", World(0, 2))  # as if there were another rank
     run.go(first, max_steps=4).go(second, max_steps=6).ckpt.finish()
     Run(tmp_path).go(first, max_steps=4).go(second, max_steps=8).ckpt.finish()
 
