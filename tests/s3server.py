@@ -46,12 +46,15 @@ def find_server() -> str | None:
 class S3Server:
     """Running from `start` to `stop`, on ports of its own."""
 
-    def __init__(self, folder: Path, *, memory: str = "400MiB") -> None:
-        """`memory`: beyond it the server collects its garbage without end, and is slow."""
-        self._folder, self._memory = folder, memory
+    def __init__(self, folder: Path, *, memory: str = "400MiB", certificate: Path | None = None) -> None:
+        """
+        `memory`: beyond it the server collects its garbage without end, and is slow. `certificate`: a folder of
+        `make_certificate`, to speak https.
+        """
+        self._folder, self._memory, self._certificate = folder, memory, certificate
         self._ports = dict(zip(("s3", "master", "volume", "filer", "admin"), _free_ports(5), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
-        self.endpoint = f"http://127.0.0.1:{self._ports['s3']}"
+        self.endpoint = f"{'https' if certificate else 'http'}://127.0.0.1:{self._ports['s3']}"
         self.env = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
     def start(self) -> None:
@@ -89,6 +92,11 @@ class S3Server:
                 "-master.volumeSizeLimitMB=256",
             ),
             *(f"-{name}.port={port}" for name, port in self._ports.items()),
+            *(
+                f"-s3.{name}.file={self._certificate / name}.pem"
+                for name in ("cert", "key")
+                if self._certificate is not None
+            ),
         ]
 
     def _is_ready(self) -> bool:
@@ -111,6 +119,7 @@ class S3Server:
             aws_access_key_id=self.env["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=self.env["AWS_SECRET_ACCESS_KEY"],
             region_name="us-east-1",
+            verify=str(self._certificate / "ca.pem") if self._certificate else None,
             config=Config(s3={"addressing_style": "path"}, **config),
         )
 
@@ -130,7 +139,7 @@ class StartedServer(S3Server):
     """Somebody else's: not started and not stopped here. The bucket is made if need be."""
 
     def __init__(self, endpoint: str, access_key: str, secret_key: str) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self._certificate = endpoint, None
         self.env = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
 
     def start(self) -> None:
@@ -141,15 +150,14 @@ class StartedServer(S3Server):
 
 
 def make_certificate(folder: Path) -> Path:
-    """cert.pem and key.pem of a server on this machine, signed by itself."""
-    subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")
-    made = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *made],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
+    """cert.pem and key.pem of a server on this machine, and ca.pem of who signed it: not every client takes one that is both."""
+    (folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1")
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tests -keyout ca-key.pem -out ca.pem",
+        "req -newkey rsa:2048 -nodes -subj /CN=127.0.0.1 -keyout key.pem -out server.csr",
+        "x509 -req -in server.csr -CA ca.pem -CAkey ca-key.pem -set_serial 1 -days 2 -extfile server.ext -out cert.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], check=True, capture_output=True, cwd=folder, timeout=60)
     return folder
 
 

@@ -77,7 +77,7 @@ def proxy(request, s3server):
 def store(request, proxy, s3_offload, s3server):
     way = request.node.callspec.params["proxy"]
     limit = {"max_bandwidth": 10**9} if way == "paced" else {}
-    ca = {"AWS_CA_BUNDLE": str(request.getfixturevalue("certificate") / "cert.pem")} if way == "https" else {}
+    ca = {"AWS_CA_BUNDLE": str(request.getfixturevalue("certificate") / "ca.pem")} if way == "https" else {}
     offload = s3_offload.model_copy(update={"endpoint": proxy.endpoint, **limit})
     return S3Store(offload, {**s3server.env, **ca}, ABLE, part_chunks=1)
 

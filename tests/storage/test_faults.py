@@ -56,7 +56,7 @@ def behind(request, proxy, s3_offload, s3server):
     """The store as it is seen through the proxy, with small parts."""
     offload, env = s3_offload.model_copy(update={"endpoint": proxy.endpoint}), s3server.env
     if proxy.endpoint.startswith("https"):
-        env = {**env, "AWS_CA_BUNDLE": str(request.getfixturevalue("certificate") / "cert.pem")}
+        env = {**env, "AWS_CA_BUNDLE": str(request.getfixturevalue("certificate") / "ca.pem")}
     return S3Store(offload, env, ABLE, part_chunks=1)
 
 

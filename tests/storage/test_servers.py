@@ -480,7 +480,7 @@ def test_a_server_with_a_ca_of_its_own(s3_offload, s3server, certificate):
         stranger = S3Store(offload, s3server.env)
         with pytest.raises(OffsiteError) as caught:
             list(stranger.list("job/"))
-        store = S3Store(offload, {**s3server.env, "AWS_CA_BUNDLE": str(certificate / "cert.pem")})
+        store = S3Store(offload, {**s3server.env, "AWS_CA_BUNDLE": str(certificate / "ca.pem")})
         store.put("job/x", b"x")
 
         assert (True, True) == (caught.value.final, "AWS_CA_BUNDLE" in caught.value.hint)
