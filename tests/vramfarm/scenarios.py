@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from benchmarks.side_by_side import side_by_side
@@ -73,12 +75,15 @@ OBJECTS = (
     "first",
     "last",
 )
-ENDS = ("finish", "leave", "crash", "kill", "kill-staged")
+ENDS = ("finish", "leave", "crash", "kill", "kill-staged", "kill one")
+RANKS = {"plain": (1,), "hsdp": (2, 4), "fsdp-tp": (2, 4)}  # how many there may be; else up to three
+SHARDED = {"fsdp2", "fsdp1", "flat", "hsdp", "tp", "fsdp-tp"}
+TENSOR = {"tp", "fsdp-tp"}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One training. `parts`: ranks, the step at which a piece ends, and how."""
+    """One training. `parts`: ranks, the step at which a piece ends, how, and where it begins: at the newest, back at the oldest, or in a folder beside."""
 
     seed: int
     spread: str
@@ -105,26 +110,35 @@ class Scenario:
     turn: int
     loader: str
     workers: int
+    persistent: bool
     loop: str
     staging: str
     hide: bool
     to_none: bool
     asks: tuple[int, ...]
-    parts: tuple[tuple[int, int, str], ...]
+    trouble: tuple[tuple[int, str], ...]
+    parts: tuple[tuple[int, int, str, str], ...]
     device: str = "cpu"
 
 
 def choose(seed):
     pick = random.Random(seed)
-    ranks, steps = pick.choice((1, 2, 2, 2, 3)), pick.randint(10, 18)
-    spread = pick.choice(("plain", "ddp", "ddp", "fsdp2", "fsdp1", "flat")) if ranks > 1 else "plain"
-    sharded = spread in {"fsdp2", "fsdp1", "flat"}
+    spread = pick.choice(("plain", "ddp", "ddp", "fsdp2", "fsdp1", "flat", "hsdp", "tp", "fsdp-tp"))
+    numbers = RANKS.get(spread, (1, 2, 3))
+    ranks, steps = pick.choice([n for n in numbers if n != 1] or numbers), pick.randint(10, 18)
+    sharded, is_tensor = spread in SHARDED, spread in TENSOR
     cuts = sorted(pick.sample(range(2, steps), pick.randint(1, 3)))
     changes_ranks = pick.random() < 0.3
     parts = [
-        (pick.choice((1, 2, 3)) if changes_ranks and spread != "plain" else ranks, cut, pick.choice(ENDS))
+        (
+            pick.choice(numbers) if changes_ranks else ranks,
+            cut,
+            pick.choice(ENDS),
+            pick.choice(("newest", "newest", "newest", "back", "beside")),
+        )
         for cut in cuts
     ]
+    workers = pick.choice((0, 0, 0, 0, 0, 0, 1, 2))
     return Scenario(
         seed=seed,
         spread=spread,
@@ -137,11 +151,11 @@ def choose(seed):
         scaler=not sharded and pick.random() < 0.3,
         norm=not changes_ranks
         and (spread == "ddp" or ranks == 1),  # an odd rest of an epoch may be one sample, which it refuses
-        tied=pick.random() < 0.3,
+        tied=pick.random() < 0.3 and not is_tensor,
         odd=pick.random() < 0.5,
-        compiled=pick.random() < 0.2,
+        compiled=pick.random() < 0.2 and not is_tensor,
         frozen_kb=pick.choice((0, 8, 700, 1500, 3000)),
-        frozen_inside=pick.random() < 0.3 and spread != "flat",
+        frozen_inside=pick.random() < 0.3 and spread != "flat" and not is_tensor,
         ema=pick.choice(("", "", "in place", "data")),
         clock=pick.random() < 0.2,
         keep_last=pick.choice((1, 2, 99, 99)),
@@ -166,25 +180,30 @@ def choose(seed):
                 "list",
             )
         ),
-        workers=int(pick.random() < 0.12),
+        workers=workers,
+        persistent=workers > 0 and pick.random() < 0.5,
         loop=pick.choice(("max_steps", "epochs", "break", "own", "two", "left")),
         staging=pick.choice(("full", "full", "chunked")),
         hide=pick.random() < 0.7,
         to_none=pick.random() < 0.5,
         asks=tuple(sorted(pick.sample(range(steps), pick.randint(1, 5)))),
-        parts=(*parts, (ranks, steps, "finish")),
+        trouble=tuple(
+            (pick.randrange(steps), pick.choice(("full", "saver killed"))) for _ in range(pick.choice((0, 0, 0, 1, 2)))
+        ),
+        parts=(*parts, (ranks, steps, "finish", "newest")),
     )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One start of it, in a folder: so many ranks, until a step, and how it ends."""
+    """One start of it, in a folder: so many ranks, until a step, how it ends, and what it goes on from."""
 
     where: Path
     number: int
     ranks: int
     until: int
     end: str
+    resume: str = "auto"
 
     def __str__(self):
         return f"{self.where.name}, piece {self.number} ({self.ranks} ranks until {self.until}, {self.end})"
@@ -198,11 +217,12 @@ class Trunk(nn.Module):
 
     def __init__(self, told):
         super().__init__()
-        self.first = nn.Linear(5, 7)
+        inner = 12 if told.spread in TENSOR else 7  # which a tensor is parallel by, even
+        self.first = nn.Linear(5, inner)
         if told.norm:
             self.norm = nn.BatchNorm1d(7)
         self.drop = nn.Dropout(0.2)
-        self.last = nn.Linear(7, 5)
+        self.last = nn.Linear(inner, 5)
         if told.frozen_inside:
             self.base = nn.Parameter(torch.randn(7, 150_001), requires_grad=False)
         if told.tied:
@@ -264,7 +284,8 @@ def samples():
 
 
 def loader_of(told, rank, ranks):
-    data, more = TensorDataset(torch.arange(SAMPLES), samples()), {"batch_size": BATCH, "num_workers": told.workers}
+    data = TensorDataset(torch.arange(SAMPLES), samples())
+    more = {"batch_size": BATCH, "num_workers": told.workers, "persistent_workers": told.persistent}
     match told.loader:
         case "shuffled":
             return DataLoader(data, shuffle=True, **more)
@@ -335,6 +356,11 @@ def place(told, rank):
     return device
 
 
+def same_data(told, ranks):
+    """How many ranks, side by side, see the same data."""
+    return {"tp": ranks, "fsdp-tp": 2}.get(told.spread, 1)
+
+
 def spread_out(told, net, device):
     if not dist.is_initialized():
         return
@@ -347,8 +373,23 @@ def spread_out(told, net, device):
             if not told.tied:
                 fully_shard(net.trunk.first, mesh=mesh)
             fully_shard(net.trunk, mesh=mesh)
+        case "hsdp":
+            fully_shard(net.trunk, mesh=two_ways(device, "replicate", "shard"))
+        case "tp":
+            parallelize_module(net.trunk, init_device_mesh(device.type, (dist.get_world_size(),)), BY_TENSOR)
+        case "fsdp-tp":
+            mesh = two_ways(device, "data", "tensor")
+            parallelize_module(net.trunk, mesh["tensor"], BY_TENSOR)
+            fully_shard(net.trunk, mesh=mesh["data"])
         case "fsdp1" | "flat":
             net.trunk = FullyShardedDataParallel(net.trunk, use_orig_params=told.spread == "fsdp1", device_id=device)
+
+
+BY_TENSOR = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+
+
+def two_ways(device, *names):
+    return init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=names)
 
 
 class Play:
@@ -378,12 +419,16 @@ class Play:
         kinds = [kind for kind in told.objects if not elsewhere.get(kind)]
         self.kept = {kind: Kept(object_of(kind, told, rank, 0, net)) for kind in kinds}
         self.things = things
-        self.loader, self.other = (loader_of(told, rank, piece.ranks) for _ in range(2))
+        same = same_data(told, piece.ranks)
+        data = rank // same, piece.ranks // same
+        self.loader, self.other = (loader_of(told, *data) for _ in range(2))
         model = torch.compile(net, backend="eager") if told.compiled else net
         self.ckpt = Checkpointer(
             model,
             self.optimizers,
             dir=piece.where / "checkpoints",
+            resume=piece.resume,
+            data_parallel=data if same > 1 or told.spread in TENSOR else None,
             keep_last=told.keep_last,
             save_interval=0.05 if told.clock else "1h",
             ema=self.ema,
@@ -584,11 +629,30 @@ class Play:
         if self.told.waits and step - 2 in self.told.asks:
             self.ckpt.wait(10)
         time.sleep(0.01)
+        if self.rank == 0:
+            self.make_trouble(step)
         kills = self.end == "kill-staged" and step + 1 >= self.until - 3 and self.ckpt._seat.is_pending()
-        if kills or (self.end in {"kill", "kill-staged"} and step + 1 >= self.until):
+        dies = self.end in {"kill", "kill-staged"} or (self.end == "kill one" and self.rank == self.ranks - 1)
+        if kills or (dies and step + 1 >= self.until):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.end == "crash" and step + 1 >= self.until:
             raise SystemError("crash")
+
+    def make_trouble(self, step):
+        """The saver dies, or nothing more fits on its disk, for three steps at most and never at the end."""
+        for at, what in self.told.trouble:
+            if what == "saver killed" and at == step:
+                self.to_saver(lambda pid: os.kill(pid, signal.SIGKILL))
+            elif what == "full" and at <= step < at + 3:
+                self.to_saver(lambda pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (8192, -1)))
+        full = any(what == "full" and at <= step < at + 3 for at, what in self.told.trouble)
+        if not full or step + 1 >= self.until:
+            self.to_saver(lambda pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (-1, -1)))
+
+    def to_saver(self, act):
+        if pid := self.ckpt._seat.page[Word.SAVER_PID]:
+            with contextlib.suppress(ProcessLookupError):
+                act(pid)
 
     # ------------------------------------------------------------------------- what there is
 
@@ -695,7 +759,7 @@ def wait_for(pids, limit_s):
 
 def rank_of(told, piece, rank):
     def job():
-        if piece.ranks > 1 or told.spread in {"fsdp1", "fsdp2", "flat"}:
+        if piece.ranks > 1 or told.spread in SHARDED:
             store = f"file://{piece.where}/store.{piece.number}"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=piece.ranks)
         with (piece.where / f"out.{piece.number}.{rank}").open("a") as out:
@@ -727,6 +791,7 @@ class Story:
     def __init__(self, told, root, counted):
         self.told, self.root, self.counted, self.faults = told, root, counted, Faults()
         self.made, self.path = {}, {}  # by step: what each rank said of it, at last; the samples of those that count
+        self.stored = {}  # by the name of a checkpoint: what each rank said of its step
         self.last, self.is_same = 0, True  # committed; no other number of ranks was there yet
         self.whole = []
 
@@ -734,8 +799,13 @@ class Story:
         told = self.told
         whole = self.start(Piece(self.root / "whole", 0, told.ranks, told.steps, "finish"))
         self.whole = [{line["step"]: line for line in lines if "step" in line} for lines in whole or []]
-        for number, (ranks, until, end) in enumerate(told.parts):
-            piece = Piece(self.root / "pieces", number, ranks, until, end)
+        where = self.root / "pieces"
+        for number, (ranks, until, end, begins) in enumerate(told.parts):
+            found = folder.committed(where / "checkpoints") if begins != "newest" else []
+            resume = found[-1] if found else None
+            where = self.root / f"beside-{number}" if found and begins == "beside" else where
+            piece = Piece(where, number, ranks, until, end, str(resume.path) if resume else "auto")
+            self.last = resume.manifest.step if resume else self.last
             lines = None if self.faults else self.start(piece)
             if lines is not None:
                 self.look_at(piece, lines)
@@ -771,16 +841,19 @@ class Story:
         if begin < self.last:
             self.faults.append(f"{piece}: begins at step {begin}, and {self.last} was committed")
         if begin:
-            self.expect_given_back(piece, lines, self.made.get(begin))
+            self.expect_given_back(piece, lines, self.stored.get(lines[0][0]["restored"], self.made.get(begin)))
         self.is_same = self.is_same and piece.ranks == self.told.ranks
         self.path = {step: ids for step, ids in self.path.items() if step <= begin}
         for step in sorted({line["step"] for several in lines for line in several if "step" in line}):
             of_each = [next((one for one in several if one.get("step") == step), None) for several in lines]
             self.made[step] = of_each
-            self.path[step] = [ids for one in of_each if one for ids in one["ids"]]
+            different_data = of_each[:: same_data(self.told, piece.ranks)]
+            self.path[step] = [ids for one in different_data if one for ids in one["ids"]]
             self.expect_undisturbed(piece, step, of_each)
         stored = folder.committed(piece.where / "checkpoints")
         self.last = stored[0].manifest.step if stored else 0
+        for one in stored:
+            self.stored.setdefault(one.path.name, self.made[one.manifest.step])
         if piece.end in {"finish", "leave"}:
             self.faults.expect(f"{piece}: the last that was committed", piece.until, self.last)
         self.verify(piece)
@@ -821,7 +894,7 @@ class Story:
         def job():
             found = []
             for stored in folder.committed(checkpoints):
-                if (line := self.made[stored.manifest.step][0]) is not None:
+                if (line := self.stored[stored.path.name][0]) is not None:
                     found += [f"step {stored.manifest.step}: {one}" for one in unlike(stored, line["digests"])]
             out.write_text(json.dumps(found))
 
