@@ -439,16 +439,16 @@ def outputs(arguments: Arguments, progress: Progress) -> dict[str, Any]:
         progress,
         believe=arguments["subject"] != ALL_OUTPUTS,
     )
-    names = [": ".join(one) for one in found.left[:_A_FEW]]
+    names = [": ".join(one) for one in found.left_out[:_A_FEW]]
     missing = f"; no such folder: {', '.join(found.missing)}" if found.missing else ""
     there = f"{found.num_stored} of {found.num_files} files in the store"
-    left = _a_few(names, 3, found.num_left)
+    left = _a_few(names, 3, found.num_left_out)
     return {
         "summary": f"{there}, {found.sent_bytes / 1e6:.1f} MB of them sent now{f'; left: {left}' * bool(left)}{missing}",
         "there": f"{there}{missing}",
-        "not_there": _a_few(names, 1, found.num_left),
-        "stuck": _a_few([": ".join(one) for one in found.left if one[1] != WRITTEN][:1], 1, 1),
-        "only_here": [path for path, _ in found.left[:3]],
+        "not_there": _a_few(names, 1, found.num_left_out),
+        "stuck": _a_few([": ".join(one) for one in found.left_out if one[1] != WRITTEN][:1], 1, 1),
+        "only_here": [path for path, _ in found.left_out[:3]],
         "followed": found.followed[:_MAX_FOLLOWED],
         "sent_bytes": found.sent_bytes,
     }

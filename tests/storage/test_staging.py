@@ -616,7 +616,7 @@ def test_outputs_are_copied_and_only_what_changed(store, board, tmp_path):
 
     assert (6, 2, 0) == (first.sent_bytes, second.sent_bytes, third.sent_bytes)
     assert {"tensorboard/run-1/events": b"12", "tensorboard/notes.txt": b"notes"} == there(store)
-    assert () == third.left
+    assert () == third.left_out
 
 
 def test_outputs_that_were_lost_there_go_again_and_notes_may_be_lost_here(store, board, tmp_path):
@@ -666,7 +666,7 @@ def test_a_folder_that_is_not_there_is_named_and_names_of_ours_are_nobodys_work(
     (board / own_path(Path("x"), "guard").name).write_bytes(b"")
     found = copy_outputs(store, "job", [board, tmp_path / "not-there"], places(tmp_path), ignore)
 
-    assert () == found.left
+    assert () == found.left_out
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
     assert (2, 2, (f"{tmp_path}/not-there",)) == (found.num_files, found.num_stored, found.missing)
 
@@ -680,10 +680,10 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(board, tmp_path):
     found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
     missed = find_unsaved(board, run_dir=tmp_path / "run", checkpoint_dir=tmp_path / "none", since=begun)
 
-    assert (2, 2, 1) == (found.num_files, found.num_stored, len(found.left))
+    assert (2, 2, 1) == (found.num_files, found.num_stored, len(found.left_out))
     assert (True, "it cannot be read: File name too long; mend that, or take it out of outputs") == (
-        found.left[0][0].startswith(deep),
-        found.left[0][1],
+        found.left_out[0][0].startswith(deep),
+        found.left_out[0][1],
     )
     assert [True] == [one.endswith("d (cannot be read)") for one in missed]
 
@@ -713,7 +713,7 @@ def test_a_file_that_the_store_refuses_costs_only_itself(store, board, tmp_path)
         store.put(f"job/outputs/tensorboard/a/{'n' * 200}", b"a file")
     found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
-    assert [str(long)] == [path for path, _ in found.left]
+    assert [str(long)] == [path for path, _ in found.left_out]
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt", "tensorboard/z"} <= set(there(store))
     assert (4, 3) == (found.num_files, found.num_stored)
 
@@ -745,7 +745,7 @@ def test_a_file_that_vanishes_meanwhile_costs_only_itself(board, tmp_path):
     (board / "a" / "tmp").write_bytes(b"t")
     found = copy_outputs(store, "job", [board], places(tmp_path), ignore)
 
-    assert (2, 2, ()) == (found.num_files, found.num_stored, found.left), "what is gone is nobody's"
+    assert (2, 2, ()) == (found.num_files, found.num_stored, found.left_out), "what is gone is nobody's"
     assert {"tensorboard/run-1/events", "tensorboard/notes.txt"} == set(there(store))
 
 
@@ -774,8 +774,8 @@ def test_the_last_copy_waits_a_moment_for_what_is_written(board, tmp_path, times
     store.times = 1
     now = copy_outputs(store, "job", [board], places(tmp_path), ignore, believe=True)
 
-    assert left == tuple(why for _, why in found.left)
-    assert [WRITTEN] == [why for _, why in now.left]
+    assert left == tuple(why for _, why in found.left_out)
+    assert [WRITTEN] == [why for _, why in now.left_out]
 
 
 def test_what_a_link_in_outputs_stands_for_is_copied_once(store, board, tmp_path):
@@ -802,7 +802,7 @@ def test_what_a_link_in_outputs_stands_for_is_copied_once(store, board, tmp_path
     expected = {"tensorboard/run-1/events", "tensorboard/notes.txt", "tensorboard/run-2/deep/model"}
     found = [copy_outputs(store, "job", [board], places(tmp_path), ignore) for _ in range(2)]
 
-    assert [(), ()] == [one.left for one in found]
+    assert [(), ()] == [one.left_out for one in found]
     assert expected == set(there(store))
     assert [(str(real),)] * 2 == [one.followed for one in found]
     assert [3, 3] == [one.num_stored for one in found]
@@ -896,8 +896,8 @@ def test_a_link_that_is_not_followed_is_told_and_missed(tmp_path, place, words, 
     if is_named and place == "{outside}":
         assert {"board/file": b"x", "link/file": b"x"} == there(store), "whoever names a place means it"
         return
-    assert [str(outside if place == "{outside}" else link)] == [path for path, _ in found.left]
-    assert found.left[0][1].endswith(words.format(workspace=workspace, outside=outside))
+    assert [str(outside if place == "{outside}" else link)] == [path for path, _ in found.left_out]
+    assert found.left_out[0][1].endswith(words.format(workspace=workspace, outside=outside))
     assert {"board/file": b"x"} == there(store)
     assert is_named or ["board/file", "board/link"] == sorted(missed)
 

@@ -16,7 +16,7 @@ from runner.storage.offsite.surveying import damaged, key_of, read_manifest
 from vramfarm.checksum import crc32
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
 
-RUN_CHUNKS: Final = 8  # fetched with one request
+STRETCH_CHUNKS: Final = 8  # fetched with one request
 _NUM_THREADS: Final = 8
 _READ_ATTEMPTS: Final = 3
 
@@ -73,14 +73,18 @@ def _compare(store: Store, key: str, shard: Shard, *, must_read: bool) -> tuple[
 def _read_back(store: Store, key: str, shard: Shard) -> str:
     """For a store that confirms no checksums, or whose word is not enough."""
 
-    def is_same(run: Run) -> bool:
+    def is_same(stretch: Stretch) -> bool:
         found: list[int] = []
-        for _ in by_chunk(stream_chunks(store, key, shard, run.first, run.num_chunks), found.append):
+        for _ in by_chunk(stream_chunks(store, key, shard, stretch.first, stretch.num_chunks), found.append):
             pass
-        return all(_is_in_store(store, key, shard, index) for index in run.differing(found))
+        return all(_is_in_store(store, key, shard, index) for index in stretch.differing(found))
 
-    runs = [*runs_of(shard)]
-    wrong = [run for run, same in zip(runs, in_parallel(is_same, runs, _NUM_THREADS), strict=True) if not same]
+    stretches = [*stretches_of(shard)]
+    wrong = [
+        stretch
+        for stretch, same in zip(stretches, in_parallel(is_same, stretches, _NUM_THREADS), strict=True)
+        if not same
+    ]
     return f"it has other bytes at {wrong[0].first * CHUNK_BYTES} or later" if wrong else ""
 
 
@@ -109,7 +113,7 @@ def _is_in_store(store: Store, key: str, shard: Shard, index: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Stretch:
     """Chunks of a shard, one after the other, that one request brings."""
 
     shard: Shard
@@ -123,9 +127,9 @@ class Run:
         return (index for index, (is_one, ought) in pairs if is_one != ought)
 
 
-def runs_of(shard: Shard, num_chunks: int = RUN_CHUNKS) -> Iterator[Run]:
+def stretches_of(shard: Shard, num_chunks: int = STRETCH_CHUNKS) -> Iterator[Stretch]:
     end = len(shard.checksums)
-    return (Run(shard, first, min(num_chunks, end - first)) for first in range(0, end, num_chunks))
+    return (Stretch(shard, first, min(num_chunks, end - first)) for first in range(0, end, num_chunks))
 
 
 def stream_chunks(store: Store, key: str, shard: Shard, first: int, num_chunks: int) -> Iterator[Block]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -42,10 +43,10 @@ class Copied:
     num_files: int  # that were found
     num_stored: int
     sent_bytes: int
-    left: tuple[
+    left_out: tuple[
         tuple[str, str], ...
     ]  # what is not there, and why: files, and folders that cannot be read; some of them
-    num_left: int
+    num_left_out: int
     missing: tuple[str, ...]  # folders that do not exist
     followed: tuple[str, ...] = ()  # places beside these folders that were copied because links lead there
 
@@ -67,11 +68,13 @@ def copy_outputs(  # noqa: PLR0913  # called once
     copy: the store is asked for a list, which of many files takes minutes, and a moment is waited for what is written.
     """
     copying = _Copying(store, job, places.run_dir / INDEX, believe=believe)
-    walk = _Walk(job, folders, places, copying.is_there)
-    num_bytes = sum(file.was[0] for file in walk.changed())
-    if walk.num_changed:  # they are found once more, for so many are not kept
-        walk = _Walk(job, folders, places, copying.is_there)
-        meter = Meter(num_bytes, progress)
+    look = partial(_Walk, job, folders, places, copying.is_there)
+    walk = look()
+    meter = Meter(sum(file.was[0] for file in walk.changed()), progress)
+    if (
+        walk.num_changed
+    ):  # the first walk was for their bytes; to be copied they are found once more, since so many are not kept
+        walk = look()
 
         def copy(file: _File) -> None:
             copying.copy(file)
@@ -84,14 +87,14 @@ def copy_outputs(  # noqa: PLR0913  # called once
         finally:
             copying.known.save()
     for file in copying.written:
-        copying.left.add(Path(file.path), WRITTEN)
+        copying.left_out.add(Path(file.path), WRITTEN)
     num_files = walk.num_files - copying.num_gone
     return Copied(
         num_files=num_files,
-        num_stored=num_files - copying.left.number,
+        num_stored=num_files - copying.left_out.number,
         sent_bytes=copying.sent_bytes,
-        left=(*walk.left.some, *copying.left.some)[:_NAMED],
-        num_left=walk.left.number + copying.left.number,
+        left_out=(*walk.left_out.some, *copying.left_out.some)[:_NAMED],
+        num_left_out=walk.left_out.number + copying.left_out.number,
         missing=tuple(one_line(str(folder)) for folder in folders if not os.path.exists(folder)),  # noqa: PTH110  # Path.exists raises where it may not look
         followed=tuple(walk.followed),
     )
@@ -105,13 +108,13 @@ def tell_left(job: Job) -> str:
             pass  # nothing is changed where all is there
     except OffsiteError as error:
         return str(error)
-    if not walk.left.number:
+    if not walk.left_out.number:
         return ""
-    more = f" (and {walk.left.number - 1} more)" if walk.left.number > 1 else ""
-    return f"{': '.join(walk.left.some[0])}{more}"
+    more = f" (and {walk.left_out.number - 1} more)" if walk.left_out.number > 1 else ""
+    return f"{': '.join(walk.left_out.some[0])}{more}"
 
 
-class _Left:
+class _LeftOut:
     """What is not in the store, and why: of very many some are named, all are counted."""
 
     def __init__(self) -> None:
@@ -126,7 +129,7 @@ class _Left:
                 self.some.append((one_line(str(path)), one_line(why)))
 
 
-Leave = Callable[[Path, str], None]
+LeaveOut = Callable[[Path, str], None]
 
 
 class _Walk:
@@ -135,7 +138,7 @@ class _Walk:
     def __init__(self, job: str, folders: Sequence[Path], places: Places, is_there: Callable[[_File], bool]) -> None:
         self._job, self._folders, self._links, self._is_there = job, folders, Links(folders, places), is_there
         self.num_files = self.num_changed = 0
-        self.left = _Left()
+        self.left_out = _LeftOut()
 
     @property
     def followed(self) -> Sequence[str]:
@@ -143,17 +146,17 @@ class _Walk:
 
     def changed(self) -> Iterator[_File]:
         for folder in self._folders:
-            for file in _files(folder, f"{self._job}/outputs/{folder.name}", self._links, self.left.add):
+            for file in _files(folder, f"{self._job}/outputs/{folder.name}", self._links, self.left_out.add):
                 self.num_files += 1
                 if not self._is_there(file):
                     self.num_changed += 1
                     yield file
 
 
-def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_File]:
+def _files(folder: Path, prefix: str, links: Links, leave_out: LeaveOut) -> Iterator[_File]:
     """Plain files, each looked at once, and what links stand for. A folder that cannot be read is left: it may be full."""
     if why := links.why_not_outputs(folder):
-        leave(folder, why)
+        leave_out(folder, why)
         return
     if os.path.isfile(folder):  # noqa: PTH113  # the same
         real = os.path.realpath(folder)
@@ -162,10 +165,10 @@ def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_F
     number, below = 0, [(str(folder), prefix)]
     while below:
         place, key = below.pop()
-        for name in _names(place, leave):
+        for name in _names(place, leave_out):
             if is_own_name(name):
                 continue
-            path, found = _lead(f"{place.rstrip('/')}/{name}", links, leave)
+            path, found = _lead(f"{place.rstrip('/')}/{name}", links, leave_out)
             if found is not None and stat.S_ISDIR(found.st_mode):
                 below.append((path, f"{key}/{name}"))
             elif found is not None and stat.S_ISREG(found.st_mode):
@@ -179,15 +182,15 @@ def _files(folder: Path, prefix: str, links: Links, leave: Leave) -> Iterator[_F
             )
 
 
-def _names(folder: str, leave: Leave) -> list[str]:
+def _names(folder: str, leave_out: LeaveOut) -> list[str]:
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208  # names only
     except OSError as error:
-        _leave_unread(error, leave)
+        _leave_out_unread(error, leave_out)
         return []
 
 
-def _lead(path: str, links: Links, leave: Leave) -> tuple[str, os.stat_result | None]:
+def _lead(path: str, links: Links, leave_out: LeaveOut) -> tuple[str, os.stat_result | None]:
     """What is copied for it, and what that is; None: nothing."""
     try:
         found = os.lstat(path)
@@ -195,16 +198,16 @@ def _lead(path: str, links: Links, leave: Leave) -> tuple[str, os.stat_result | 
             return path, found
         place, why = links.follow(path)
         if why:
-            leave(Path(place), why)
+            leave_out(Path(place), why)
         return place, os.lstat(place) if place and not why else None
     except OSError as error:
-        _leave_unread(error, leave)
+        _leave_out_unread(error, leave_out)
         return path, None
 
 
-def _leave_unread(error: OSError, leave: Leave) -> None:
+def _leave_out_unread(error: OSError, leave_out: LeaveOut) -> None:
     if not isinstance(error, FileNotFoundError):  # what is gone is nobody's any more
-        leave(Path(error.filename), _unreadable(error))
+        leave_out(Path(error.filename), _unreadable(error))
 
 
 def _unreadable(error: OSError) -> str:
@@ -221,7 +224,7 @@ class _Copying:
         self._lock = threading.Lock()
         self.sent_bytes = self.num_gone = 0
         self.written: list[_File] = []  # to meanwhile
-        self.left = _Left()
+        self.left_out = _LeftOut()
 
     def is_there(self, file: _File) -> bool:
         return self.known.of(file.key) == file.was
@@ -234,10 +237,10 @@ class _Copying:
         except FileNotFoundError:
             self._wait_for(file)
         except OSError as error:
-            self.left.add(path, _unreadable(error))
+            self.left_out.add(path, _unreadable(error))
         except OffsiteError as error:
             if error.of_object:
-                self.left.add(path, f"the store refuses it: {error}")
+                self.left_out.add(path, f"the store refuses it: {error}")
             elif error.damaged or before != signature(path):
                 self._wait_for(file)
             else:

@@ -18,14 +18,22 @@ from typing import Final, Protocol
 from runner.committed import Checkpoint
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, has_bytes
-from runner.storage.offsite.comparing import RUN_CHUNKS, Run, chunk_size, fetch_chunk, is_chunk, runs_of, stream_chunks
+from runner.storage.offsite.comparing import (
+    STRETCH_CHUNKS,
+    Stretch,
+    chunk_size,
+    fetch_chunk,
+    is_chunk,
+    stream_chunks,
+    stretches_of,
+)
 from runner.storage.offsite.contract import Block, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.disks import NO_PLACE, expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
 from runner.storage.offsite.surveying import damaged, key_of, read_manifest
 from vramfarm.protocol import CHUNK_BYTES, Manifest, Ref, Shard
 
-_NUM_RUNS: Final = 12  # that are fetched at once: while some wait for the disk, others wait for the store
+_NUM_STRETCHES: Final = 12  # that are fetched at once: while some wait for the disk, others wait for the store
 
 
 def restore(  # noqa: PLR0913, PLR0917  # as `upload`
@@ -139,46 +147,50 @@ class _Target:
 
 def _bring_all(manifest: Manifest, source: Source, target: _Target, progress: Progress) -> None:
     meter = Meter(manifest.size_bytes, progress)
-    # of what is begun in single chunks: some are here, and some are not
-    runs = [run for shard in manifest.shards for run in runs_of(shard, 1 if shard.path in target.begun else RUN_CHUNKS)]
-    unfinished = _Unfinished(runs)
 
-    def fetch(run: Run) -> None:
-        path, first = target.folder / run.shard.path, run.first
-        if run.shard.path not in target.begun or not _is_here(path, run.shard, first):
-            _fetch_run(source, run, target.disk, path)
-        if unfinished.is_last(run):
+    def num_chunks(shard: Shard) -> int:
+        """Single ones of what is begun: some are here, and some are not."""
+        return 1 if shard.path in target.begun else STRETCH_CHUNKS
+
+    stretches = [stretch for shard in manifest.shards for stretch in stretches_of(shard, num_chunks(shard))]
+    unfinished = _Unfinished(stretches)
+
+    def fetch(stretch: Stretch) -> None:
+        path, first = target.folder / stretch.shard.path, stretch.first
+        if stretch.shard.path not in target.begun or not _is_here(path, stretch.shard, first):
+            _fetch_stretch(source, stretch, target.disk, path)
+        if unfinished.is_last(stretch):
             target.disk.sync(path)  # beside what others fetch: a disk that writes late would do it all at the end
-        meter.add(run.shard.path, sum(chunk_size(run.shard, first + i) for i in range(run.num_chunks)))
+        meter.add(stretch.shard.path, sum(chunk_size(stretch.shard, first + i) for i in range(stretch.num_chunks)))
 
-    in_parallel(fetch, _in_turn(manifest, runs), _NUM_RUNS)
+    in_parallel(fetch, _in_turn(manifest, stretches), _NUM_STRETCHES)
 
 
-def _in_turn(manifest: Manifest, runs: list[Run]) -> list[Run]:
+def _in_turn(manifest: Manifest, stretches: list[Stretch]) -> list[Stretch]:
     """Of several shards in turn, since some file systems take one write to a file at a time; and then of the next ones."""
-    groups = {shard.path: number // _NUM_RUNS for number, shard in enumerate(manifest.shards)}
-    return sorted(runs, key=lambda run: (groups[run.shard.path], run.first))
+    groups = {shard.path: number // _NUM_STRETCHES for number, shard in enumerate(manifest.shards)}
+    return sorted(stretches, key=lambda stretch: (groups[stretch.shard.path], stretch.first))
 
 
 class _Unfinished:
-    def __init__(self, runs: list[Run]) -> None:
+    def __init__(self, stretches: list[Stretch]) -> None:
         self._lock = threading.Lock()
-        self._num_left = Counter(run.shard.path for run in runs)
+        self._num_left = Counter(stretch.shard.path for stretch in stretches)
 
-    def is_last(self, run: Run) -> bool:
+    def is_last(self, stretch: Stretch) -> bool:
         """Called once for each that is done: whether its shard is whole by now."""
         with self._lock:
-            self._num_left[run.shard.path] -= 1
-            return not self._num_left[run.shard.path]
+            self._num_left[stretch.shard.path] -= 1
+            return not self._num_left[stretch.shard.path]
 
 
-def _fetch_run(source: Source, run: Run, disk: Disk, path: Path) -> None:
+def _fetch_stretch(source: Source, stretch: Stretch, disk: Disk, path: Path) -> None:
     """What was damaged on its way is fetched again."""
     found: list[int] = []
-    blocks = source.stream(run.shard, run.first, run.num_chunks)
-    disk.write_blocks(path, run.first * CHUNK_BYTES, by_chunk(blocks, found.append))
-    for index in run.differing(found):
-        disk.write_at(path, index * CHUNK_BYTES, source.read(run.shard, index))
+    blocks = source.stream(stretch.shard, stretch.first, stretch.num_chunks)
+    disk.write_blocks(path, stretch.first * CHUNK_BYTES, by_chunk(blocks, found.append))
+    for index in stretch.differing(found):
+        disk.write_at(path, index * CHUNK_BYTES, source.read(stretch.shard, index))
 
 
 def _is_here(path: Path, shard: Shard, index: int) -> bool:

@@ -27,7 +27,7 @@ from runner.addresses import local_path
 from runner.errors import one_line
 from runner.storage.checksums import CRC32, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
-from runner.storage.offsite.comparing import RUN_CHUNKS
+from runner.storage.offsite.comparing import STRETCH_CHUNKS
 from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
 from runner.storage.offsite.disks import expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
@@ -326,7 +326,7 @@ class _Fetching:
         file = replace(file, tag=head.tag)  # all pieces are of one object, also those of an earlier call
         pieces = _Pieces(file, self._notes, self._boot_id)
         self._meter.add(file.key, sum(_piece_bytes(file, index) for index in pieces.known))
-        in_parallel(partial(self._fetch_run, file, pieces), _runs(file, pieces), _NUM_THREADS)
+        in_parallel(partial(self._fetch_stretch, file, pieces), _stretches(file, pieces), _NUM_THREADS)
         try:
             self._finish(file, [pieces.known[index] for index in range(file.num_pieces)])
         except _WrongError as error:
@@ -334,15 +334,15 @@ class _Fetching:
             raise error.what from None
         pieces.forget()
 
-    def _fetch_run(self, file: _File, pieces: _Pieces, run: list[int]) -> None:
-        begin, expected = run[0] * CHUNK_BYTES, iter(run)
+    def _fetch_stretch(self, file: _File, pieces: _Pieces, stretch: list[int]) -> None:
+        begin, expected = stretch[0] * CHUNK_BYTES, iter(stretch)
 
         def note(checksum: int) -> None:
             index = next(expected)
             pieces.note(index, checksum)
             self._meter.add(file.key, _piece_bytes(file, index))
 
-        Disk().write_blocks(file.part, begin, by_chunk(_stream(file, begin, len(run) * CHUNK_BYTES), note))
+        Disk().write_blocks(file.part, begin, by_chunk(_stream(file, begin, len(stretch) * CHUNK_BYTES), note))
 
     def _finish(self, file: _File, checksums: list[int]) -> None:
         """Compared, durable, and only then under its name."""
@@ -419,15 +419,15 @@ def _piece_bytes(file: _File, index: int) -> int:
     return min(CHUNK_BYTES, file.size_bytes - index * CHUNK_BYTES)
 
 
-def _runs(file: _File, pieces: _Pieces) -> list[list[int]]:
+def _stretches(file: _File, pieces: _Pieces) -> list[list[int]]:
     """Missing pieces, one after the other, that one request brings."""
-    runs: list[list[int]] = []
+    stretches: list[list[int]] = []
     for index in (index for index in range(file.num_pieces) if index not in pieces.known):
-        if runs and runs[-1][-1] == index - 1 and len(runs[-1]) < RUN_CHUNKS:
-            runs[-1].append(index)
+        if stretches and stretches[-1][-1] == index - 1 and len(stretches[-1]) < STRETCH_CHUNKS:
+            stretches[-1].append(index)
         else:
-            runs.append([index])
-    return runs
+            stretches.append([index])
+    return stretches
 
 
 class _Pieces:
