@@ -79,6 +79,7 @@ ENDS = ("finish", "leave", "crash", "kill", "kill-staged", "kill one")
 RANKS = {"plain": (1,), "hsdp": (2, 4), "fsdp-tp": (2, 4)}  # how many there may be; else up to three
 SHARDED = {"fsdp2", "fsdp1", "flat", "hsdp", "tp", "fsdp-tp"}
 TENSOR = {"tp", "fsdp-tp"}
+BY_TENSOR = {"first": ColwiseParallel(), "last": RowwiseParallel()}
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Pairs:
 
     def __iter__(self):
         for n in range(4 + self.rank // 9):
-            ids = torch.tensor([2 * n, 2 * n + 1]) + 8 * self.rank
+            ids = (torch.tensor([2 * n, 2 * n + 1]) + 8 * self.rank) % SAMPLES
             yield ids, samples()[ids]
 
 
@@ -383,9 +384,6 @@ def spread_out(told, net, device):
             fully_shard(net.trunk, mesh=mesh["data"])
         case "fsdp1" | "flat":
             net.trunk = FullyShardedDataParallel(net.trunk, use_orig_params=told.spread == "fsdp1", device_id=device)
-
-
-BY_TENSOR = {"first": ColwiseParallel(), "last": RowwiseParallel()}
 
 
 def two_ways(device, *names):
