@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import ssl
 import threading
 from functools import partial
 
@@ -12,7 +13,7 @@ from runner.storage.checksums import describe_file
 from runner.storage.offsite import Abilities, Checksums, OffsiteError
 from runner.storage.offsite.bodies import open_part
 from runner.storage.offsite.s3 import S3Store
-from runner.storage.offsite.wire import _Connection
+from runner.storage.offsite.wire import _Connection, _SecureConnection
 from tests.faultproxy import FaultProxy
 from tests.s3server import speaking_tls
 from vramfarm.protocol import CHUNK_BYTES
@@ -158,6 +159,21 @@ def test_connections_are_used_again(store, file, monkeypatch):
         store.put_file(f"job/{number}", path, describe_file(path, "small"), ignore)
 
     assert [1] == made
+
+
+@pytest.mark.parametrize("proxy", ["https"], indirect=True)
+def test_who_is_to_be_trusted_is_read_once(store, file, monkeypatch):
+    """
+    A file of 150 authorities takes as long as sending a part: not for each connection.
+    """
+    made, read = [], []
+    connect, load = _SecureConnection.connect, ssl.SSLContext.load_verify_locations
+    monkeypatch.setattr(_SecureConnection, "connect", lambda self: made.append(1) or connect(self))
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *args: read.append(1) or load(*args))
+    store.put_file("job/shard", *file, ignore)
+
+    assert len(made) > 1
+    assert [1] == read
 
 
 @pytest.mark.parametrize("proxy", ["http"], indirect=True)

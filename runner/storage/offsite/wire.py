@@ -7,11 +7,14 @@ from __future__ import annotations
 import gc
 import io
 import os
+import ssl
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakKeyDictionary
 
 from runner.storage.offsite.bodies import Leaving
 from runner.storage.offsite.contract import PROBE, Addressing, OffsiteError, Where
@@ -21,7 +24,12 @@ from runner.storage.offsite.pace import Pace
 
 with hidden("awscrt"):  # botocore would import it, for 40 ms and 7 MB, and sign with it instead of by itself
     import botocore.session
-    from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool
+    from botocore.awsrequest import (
+        AWSHTTPConnection,
+        AWSHTTPConnectionPool,
+        AWSHTTPSConnection,
+        AWSHTTPSConnectionPool,
+    )
     from botocore.config import Config
     from botocore.loaders import JSONFileLoader, Loader
 
@@ -74,7 +82,7 @@ def connect(
     except ValueError as error:
         raise misconfigured(offload.to or "", error) from error
     client.meta.events.register("before-send.s3", lambda request, **_: _wrap_body(request, pace))
-    _connect_by(_Pool, client)
+    _connect_by({"http": _Pool, "https": _SecurePool}, client)
     client.meta.events.register_last("before-parameter-build.s3", _ends_here)
     client.meta.events.register("needs-retry.s3", _damaged_on_its_way)  # type: ignore[arg-type]  # its answer counts
     return cast("S3Client", client)
@@ -206,7 +214,36 @@ class _Pool(AWSHTTPConnectionPool):
     ConnectionCls = _Connection
 
 
-def _connect_by(pool: type[AWSHTTPConnectionPool], client: Any) -> None:  # noqa: ANN401  # below what is public of it
+class _SecureConnection(AWSHTTPSConnection):
+    """Botocore has each connection read who is to be trusted, 26 ms, into a context that they all share: once will do."""
+
+    def connect(self) -> None:
+        if self.proxy is None and self.ssl_context and self.ca_certs and _trusts(self.ssl_context, self.ca_certs):
+            self.ca_certs = None
+        super().connect()
+
+
+class _SecurePool(AWSHTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
+_trusted: Final[WeakKeyDictionary[ssl.SSLContext, str]] = WeakKeyDictionary()
+_trusting: Final = threading.Lock()
+
+
+def _trusts(context: ssl.SSLContext, ca_certs: str) -> bool:
+    """False: this file cannot be read, which the connection finds out and tells by itself."""
+    with _trusting:
+        if _trusted.get(context) != ca_certs:
+            try:
+                context.load_verify_locations(ca_certs)
+            except OSError:
+                return False
+            _trusted[context] = ca_certs
+    return True
+
+
+def _connect_by(pools: Mapping[str, type[object]], client: Any) -> None:  # noqa: ANN401  # below what is public of it
     """Botocore has no way to say so. A version that keeps its pools elsewhere sends as before: all bodies are read."""
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
-    getattr(session, "_pool_classes_by_scheme", {})["http"] = pool
+    getattr(session, "_pool_classes_by_scheme", {}).update(pools)
