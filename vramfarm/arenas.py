@@ -90,7 +90,7 @@ class Arenas:
         get = self._page.get
         pid, arena = get(rank, Slot.PID), Arena(get(rank, Slot.ARENA_STATE))
         if rank not in self._alive:
-            self._alive[rank] = pid != 0 and protocol.process_started(pid) == get(rank, Slot.STARTED)
+            self._alive[rank] = protocol.is_rank_alive(self._page, rank)
         return Rank(
             attached=pid != 0,
             alive=self._alive[rank],

@@ -314,6 +314,12 @@ def process_state(pid: int) -> str:
     return _STATES.get(_stat(pid)[0], "")
 
 
+def is_rank_alive(page: ControlPage, rank: int) -> bool:
+    """Whether the process that has entered its name there is the one that lives under that number."""
+    pid = page.get(rank, Slot.PID)
+    return pid != 0 and process_started(pid) == page.get(rank, Slot.STARTED)
+
+
 def describe_rank(page: ControlPage, rank: int) -> str:
     """Say which process it is, what that does, and where it is."""
     pid = page.get(rank, Slot.PID)

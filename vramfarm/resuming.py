@@ -80,7 +80,7 @@ def agree(world: World, directory: Path, resume: str, say: Say) -> Choice:
     if world.rank == 0:
         try:
             run.expect_writable(directory)
-            run.expect_no_other_writer(directory)
+            run.expect_no_other_writer(directory, say)
             choice = run.choose(directory, resume)
             for reason in run.passed_over(directory, choice.resume) if choice.resume else ():
                 say(f"passed over: {reason}")

@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from vramfarm import folder, protocol, seat
 from vramfarm.epochs import World
 from vramfarm.folder import Stored
-from vramfarm.protocol import ControlPage, Env, Word
+from vramfarm.protocol import ControlPage, Env, Slot, Word
 
 WRITER_PATIENCE_S: Final = 10.0
 PATIENCE_S: Final = 3600.0  # for the slowest rank to load its part
@@ -284,13 +284,15 @@ def expect_writable(directory: Path) -> None:
         raise ResumeError(f"no checkpoint can be saved: {folder.describe_error(directory, error)}") from error
 
 
-def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_S) -> None:
+def expect_no_other_writer(
+    directory: Path, say: Callable[[str], None], patience_s: float = WRITER_PATIENCE_S, disk_s: float = seat.DISK_S
+) -> None:
     """
     `ResumeError` if another run saves into this folder: it would save nothing for us.
 
-    A saver of a run that just ended may still be committing; it is waited for.
+    A saver whose ranks are gone still commits what they staged, and is waited for as long as a disk is.
     """
-    path, until = directory / protocol.SAVER_LOCK, time.monotonic() + patience_s
+    path, began, told = directory / protocol.SAVER_LOCK, time.monotonic(), False
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise ResumeError(f"{path}: expected a plain file, which savers lock, found something else: remove it")
     while _is_locked(path):
@@ -299,10 +301,15 @@ def expect_no_other_writer(directory: Path, patience_s: float = WRITER_PATIENCE_
                 f"{directory}: this very process saves into it, by a Checkpointer that has not ended: call its finish() first; "
                 "where it is lost, as in a notebook, restart the process"
             )
-        if time.monotonic() > until:
-            raise ResumeError(
-                f"{directory}: another run saves into this folder; end it, or give this one its own: dir="
-            )
+        waited_s = time.monotonic() - began
+        if waited_s > patience_s:
+            if waited_s > disk_s or not _is_left_behind(path):
+                raise ResumeError(
+                    f"{directory}: another run saves into this folder; end it, or give this one its own: dir="
+                )
+            if not told:
+                say(f"{directory}: waiting for the saver of a run that has ended: it writes the last checkpoint")
+                told = True
         time.sleep(0.1)
 
 
@@ -328,6 +335,19 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False  # no such file yet, or no locks here
     return False
+
+
+def _is_left_behind(lock: Path) -> bool:
+    """Whether the ranks of the saver that has it are gone."""
+    try:
+        with folder.open_at_once(lock, "rb") as file:
+            page = ControlPage.open(os.fsdecode(file.read()))
+    except (OSError, ValueError):  # of an older version, or of another machine
+        return False
+    came = [rank for rank in range(page.num_ranks) if page.get(rank, Slot.PID)]
+    is_one_alive = any(protocol.is_rank_alive(page, rank) for rank in came)
+    page.close()
+    return bool(came) and not is_one_alive
 
 
 _crashes: list[type[BaseException]] = []

@@ -8,6 +8,7 @@ committed even if all of them are killed. It stays until training has ended, or 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -363,6 +364,9 @@ class Saver:
             return "" if is_ours else f"{directory}: another saver writes here; waiting for it to end"
         except OSError as error:
             say(f"no lock on this filesystem, going on without: {error}")
+        with contextlib.suppress(OSError):  # a full disk: whoever comes then takes us for a run that goes on
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, os.fsencode(self._page.path), 0)
         before, self._lock = self._lock, fd
         if before is not None:
             os.close(before)

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from vramfarm import Checkpointer, arguments, data, folder, protocol
+from vramfarm import Checkpointer, arguments, data, folder, protocol, seat
 from vramfarm.checkpointer import _scalar
 from vramfarm.epochs import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
-from vramfarm.protocol import ControlPage, Env
+from vramfarm.protocol import ControlPage, Env, Slot
 from vramfarm.run import ResumeError, await_all, expect_no_other_writer
 from vramfarm.training import NO_OPTIMIZER
 from vramfarm.typed import StateError
@@ -912,7 +912,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path, make):
     make(tmp_path / protocol.SAVER_LOCK)
 
     with pytest.raises(ResumeError, match=r"\.saver\.lock: expected a plain file, .*: remove it"):
-        expect_no_other_writer(tmp_path)
+        expect_no_other_writer(tmp_path, print)
 
 
 def test_a_pipe_in_the_place_of_the_savers_log_holds_nobody_up(tmp_path):
@@ -934,9 +934,29 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         with pytest.raises(ResumeError, match=r"another run saves into this folder; .* dir="):
-            expect_no_other_writer(tmp_path, patience_s=0.2)
+            expect_no_other_writer(tmp_path, print, patience_s=0.2)
 
-    expect_no_other_writer(tmp_path, patience_s=0.2)
+    expect_no_other_writer(tmp_path, print, patience_s=0.2)
+
+
+@pytest.mark.parametrize("rank", ["gone", "there"])
+def test_a_saver_whose_ranks_are_gone_is_waited_for_as_long_as_a_disk(tmp_path, rank):
+    """
+    After a crash it may have minutes to write; a run that goes on never ends by itself, and is refused soon.
+    """
+    page, told = seat.create_page(1), []
+    page.put(0, Slot.PID, os.getpid())
+    page.put(0, Slot.STARTED, protocol.process_started(os.getpid()) + (rank == "gone"))
+    (tmp_path / protocol.SAVER_LOCK).write_text(str(page.path))
+    with (tmp_path / protocol.SAVER_LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        with pytest.raises(ResumeError, match="another run saves into this folder"):
+            expect_no_other_writer(tmp_path, told.append, patience_s=0, disk_s=0.2)
+    page.path.unlink()
+
+    waits = f"{tmp_path}: waiting for the saver of a run that has ended: it writes the last checkpoint"
+    assert [waits] * (rank == "gone") == told
 
 
 def test_a_second_one_in_the_same_process_is_told_that_it_is_that(tmp_path):
@@ -949,6 +969,7 @@ def test_a_second_one_in_the_same_process_is_told_that_it_is_that(tmp_path):
     with pytest.raises(ResumeError, match=r"this very process saves into it, .* call its finish\(\) first"):
         Checkpointer(nn.Linear(1, 1), dir=tmp_path)
     first.finish()
+    assert str(first._seat.page.path) == (tmp_path / protocol.SAVER_LOCK).read_text()
     Checkpointer(nn.Linear(1, 1), dir=tmp_path).finish()
 
 
@@ -957,7 +978,7 @@ def wait_until_locked(directory):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            expect_no_other_writer(directory, patience_s=0)
+            expect_no_other_writer(directory, print, patience_s=0)
         except ResumeError:
             return
         time.sleep(0.02)
