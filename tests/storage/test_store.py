@@ -16,7 +16,7 @@ from runner.job import OffloadPolicy
 from runner.storage.checksums import CRC32, CRC64NVME, describe_file
 from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import OffsiteError, open_store
-from runner.storage.offsite.contract import Checksums, Head, Version, agrees
+from runner.storage.offsite.contract import Checksums, Head, Version, agrees, proves
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
 from runner.storage.offsite.s3 import S3Store, _Kind, _plan_parts
@@ -72,6 +72,30 @@ def test_checksums_of_pieces_add_up_to_that_of_the_whole(crc, of, sizes):
     first, second = first[: sizes[0]], second[: sizes[1]]
 
     assert of(first + second, 0) == crc.combine(of(first, 0), of(second, 0), len(second))
+
+
+@pytest.mark.parametrize(
+    ("told", "is_so"),
+    [
+        ({"crc64nvme": 1, "crc32": 2, "md5": "3"}, True),
+        ({"crc64nvme": 0, "crc32": 2, "md5": "3"}, False),
+        ({"crc32": 2, "md5": "0"}, True),
+        ({"crc32": 0, "md5": "3"}, False),
+        ({"md5": "3", "parts_crc32": (0, 1)}, True),
+        ({"md5": "0"}, False),
+        ({"parts_crc32": (crc32(b"\0\0\0\2"), 1)}, True),
+        ({"parts_crc32": (0, 1)}, None),
+        ({}, None),
+    ],
+)
+def test_the_strongest_word_of_a_store_counts(told, is_so):
+    """
+    Whoever compares, a checkpoint or data: of parts a store tells how it cut them, no more.
+    """
+    head = Head(**{"size_bytes": 9, "crc32": None, **told})
+
+    assert is_so is proves(head, 9, [2], crc64nvme=lambda: 1, md5=lambda: "3")
+    assert proves(head, 8, [2]) is False
 
 
 def test_what_was_put_comes_back(store):

@@ -2,11 +2,12 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
@@ -279,15 +280,34 @@ def is_key(key: str) -> bool:
 
 def agrees(head: Head, shard: Shard) -> bool | None:
     """Whether an object is a shard by size and checksum; None: the store's word is not enough to tell."""
-    if head.size_bytes != shard.size_bytes:
+    crc64nvme = partial(CRC64NVME.of_shard, shard) if shard.crc64nvme else None
+    return proves(head, shard.size_bytes, shard.checksums, crc64nvme=crc64nvme)
+
+
+def proves(
+    head: Head,
+    size_bytes: int,
+    checksums: Sequence[int],
+    *,
+    crc64nvme: Callable[[], int] | None = None,
+    md5: Callable[[], str] | None = None,
+) -> bool | None:
+    """
+    The same of bytes whose chunks have these CRC32s. The strongest checksum of the whole that both have counts; what
+    is called is called only where the store tells the same. An MD5 finds accidents at least as well, but takes a reading.
+    """
+    if head.size_bytes != size_bytes:
         return False
-    if head.crc64nvme is not None and shard.crc64nvme:
-        return head.crc64nvme == CRC64NVME.of_shard(shard)
+    if head.crc64nvme is not None and crc64nvme:
+        return head.crc64nvme == crc64nvme()
     if head.crc32 is not None:
-        return head.crc32 == CRC32.of_shard(shard)
-    if head.parts_crc32 is not None and is_sum_of_parts(*head.parts_crc32, shard.checksums, shard.size_bytes):
-        return True
-    return None  # parts may have been cut in another way
+        return head.crc32 == CRC32.combine_chunks(checksums, size_bytes)
+    if head.md5 and md5:
+        return head.md5 == md5()
+    parts = head.parts_crc32
+    return (
+        True if parts and is_sum_of_parts(*parts, checksums, size_bytes) else None
+    )  # may have been cut in another way
 
 
 def replaced(where: str) -> OffsiteError:

@@ -25,10 +25,9 @@ from typing import Final
 
 from runner.addresses import local_path
 from runner.errors import one_line
-from runner.storage.checksums import CRC32, is_sum_of_parts
 from runner.storage.disk import Disk, is_own_name, own_path, write_durable
 from runner.storage.offsite.comparing import STRETCH_CHUNKS
-from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel
+from runner.storage.offsite.contract import Block, Head, OffsiteError, Store, by_chunk, in_parallel, proves
 from runner.storage.offsite.disks import expect_room, place_of, refused
 from runner.storage.offsite.meter import Meter, Progress
 from vramfarm.checksum import Summing, crc32, find_crc64nvme
@@ -387,16 +386,11 @@ def _changed(file: _File) -> OffsiteError:
 
 def _compare(file: _File, head: Head | None, checksums: list[int]) -> bool | None:
     """Whether the store confirms what came; None: by size only."""
-    if head is None or head.size_bytes != file.size_bytes or file.tag not in {"", head.tag}:
+    if head is None or file.tag not in {"", head.tag}:
         return False
-    if head.crc32 is not None:
-        return head.crc32 == CRC32.combine_chunks(checksums, file.size_bytes)
-    if head.crc64nvme is not None and (crc64nvme := find_crc64nvme()):
-        return head.crc64nvme == _sum(file.part, crc64nvme)
-    if head.md5:
-        return head.md5 == _md5(file.part)
-    known = head.parts_crc32
-    return True if known and is_sum_of_parts(*known, checksums, file.size_bytes) else None
+    summing = find_crc64nvme() if head.crc64nvme is not None else None  # `awscrt` is not loaded for nothing
+    crc64nvme = partial(_sum, file.part, summing) if summing else None
+    return proves(head, file.size_bytes, checksums, crc64nvme=crc64nvme, md5=partial(_md5, file.part))
 
 
 def _sum(path: Path, crc: Summing) -> int:
