@@ -344,7 +344,7 @@ def _launch(  # noqa: PLR0913, PLR0917  # all that one launch depends on
         more = f" and {len(lost) - _A_FEW} more" if len(lost) > _A_FEW else ""
         reason = f"checkpoints exist and none can be used ({', '.join(lost[:_A_FEW])}{more})"
         failed = seen.tasks.get(TaskKind.RESTORE)
-        why = f": {_with_hint(failed)}" if isinstance(failed, Failed) and failed.unreadable else ""
+        why = f": {_with_hint(failed)}" if isinstance(failed, Failed) and failed.subject in lost else ""
         return refuse(Outcome.STORE, f"{reason}{why}; --start-over begins at step 0", job, seen)
     if no_lineage := _expect_lineage(plan.lineage, job, seen):
         return no_lineage
