@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from vramfarm.protocol import Arena, ControlPage, Phase, Slot, Told
 
 _LOOK_S: Final = 0.1  # between two looks at whether the ranks live
 _LOWEST: Final = 19
+_LARGE_BYTES: Final = 64 << 20  # the pages of less are there in a moment
+_UNHURRIED_S: Final = (
+    60.0  # of the two minutes that saves wait for them; with all processors busy they take a share then
+)
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Arenas:
         self._alive: dict[int, bool] = {}
         self._looked_at = 0.0
         self._free_bytes: int | None = None
+        self._announced_at = 0.0
         self._taking = threading.Lock()
         self._priority = Priority()
 
@@ -82,9 +88,14 @@ class Arenas:
                 self._stagings.pop(number, None)
             elif rank.alive:
                 self._map(number)
-        is_awaited = any(ranks[number].phase is Phase.SAVING for number in self._populating)
-        self._priority.be(_LOWEST if self._populating and not is_awaited else 0)
+        self._priority.be(_LOWEST if self._is_unhurried(ranks, now) else 0)
         return ranks
+
+    def _is_unhurried(self, ranks: Sequence[Rank], now: float) -> bool:
+        """Whether much memory is given its pages, and nobody waits for it."""
+        size = sum(one.arena[2] for one in self._populating.values())
+        is_free = all(ranks[number].alive and ranks[number].phase is not Phase.SAVING for number in self._populating)
+        return size >= _LARGE_BYTES and is_free and now - self._announced_at < _UNHURRIED_S
 
     def _look_at(self, rank: int) -> Rank:
         get = self._page.get
@@ -124,6 +135,7 @@ class Arenas:
         if running is None or running.arena != arena:
             if not self._populating:
                 self._free_bytes = memory.available_bytes()
+                self._announced_at = time.monotonic()
             self._populating[rank] = Populating(arena, self._pages.submit(self._take_pages, arena))
             self._pool.submit(writing.prepare, self._page.num_ranks)
             return
