@@ -811,7 +811,9 @@ def _weights(job: Job, seen: Observed) -> str:
         older = f"; {_tell_there(there, seen)}" if there else ""
         where = f"only on this disk{older}" if is_known else "on this disk; what the store has is not known"
         return f"{job.checkpoint.dir}/{here.name} ({where})"
-    return "none were saved" if is_known else "none on this disk; what the store has is not known"
+    if not is_known:
+        return "none on this disk; what the store has is not known"
+    return "none that can be used" if seen.offsite or seen.spoilt or seen.damaged else "none were saved"
 
 
 def _tell_there(newest: Ref, seen: Observed) -> str:

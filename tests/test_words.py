@@ -314,6 +314,10 @@ def test_the_summary_counts_what_can_be_used_and_names_the_rest():
     ]
     (plain,) = [line for line in closing(JOB, History(), SEEN, AROUND, end) if line.startswith("checkpoints")]
 
+    useless = closing(
+        JOB, History(), replace(SEEN, offsite=(damaged,), unusable=frozenset({refs[2].name})), AROUND, end
+    )
+    assert "weights      none that can be used" in useless
     assert "checkpoints  0 kept" == plain
     assert f"checkpoints  2 kept, newest {refs[1].name}" == told.partition(";")[0]
     assert f"; only on this disk, since a newer one went to the store: {refs[0].name};" in told
