@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 if __name__ == "__main__":  # last: nothing beside the package may shadow the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120  # a link stays a link
@@ -459,5 +460,22 @@ def main(env: Mapping[str, str] = os.environ) -> None:
         orders.control.unlink(missing_ok=True)
 
 
+def leave(act: Callable[[], None]) -> NoReturn:
+    """
+    Do that and end at once, without a wait for threads that are giving memory its pages when nobody else wants the processor.
+
+    Nobody wants those pages any more, and the next saver waits for our lock.
+    """
+    code = 1
+    try:
+        act()
+        code = 0
+    except Exception:  # noqa: BLE001  # as the interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    main()
+    leave(main)

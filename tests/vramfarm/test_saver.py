@@ -670,6 +670,17 @@ def test_pages_are_taken_at_the_lowest_priority_until_a_save_waits_for_them(tmp_
     assert ([19, 0, 19, 0], {0}) == (wanted[:4], set(wanted[small:]))
 
 
+@pytest.mark.parametrize(("act", "code"), [("print", 0), ("sorted", 1)])
+def test_a_saver_that_is_done_does_not_wait_for_its_threads(act, code):
+    """
+    On a busy machine one that takes pages when nobody else wants the processor needs minutes, and the next saver waits for the lock.
+    """
+    text = f"import threading, time; from vramfarm.saver import leave; threading.Thread(target=time.sleep, args=(60,)).start(); leave({act})"
+    done = subprocess.run([sys.executable, "-c", text], timeout=30, check=False, capture_output=True, text=True)
+
+    assert (code, code == 1) == (done.returncode, "TypeError" in done.stderr)
+
+
 class Wanted:
     """A priority that only notes what it is to be."""
 
