@@ -5,7 +5,7 @@ Trainings made of features by chance, each played undisturbed and in pieces, and
 
 A seed chooses how a model is spread, its optimizers, objects, data, what happens between saves, and how each piece ends:
 finished, left, crashed, or killed while a save is on its way. One process imports torch; every rank of every piece is a
-fork of it, on cards of their own as far as there are any. After so many seconds no further seed is begun. Prints one line of JSON for each seed that
+fork of it. On cards, by gloo, all are on the first, or on those that CUDA_VISIBLE_DEVICES names. After so many seconds no further seed is begun. Prints one line of JSON for each seed that
 has a fault, and at last how many seeds, pieces and saves there were, and what was left out.
 """
 
@@ -958,6 +958,8 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
+    if options.device == "cuda":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a mesh wants as many ranks on each
     torch.set_num_threads(1)
     gc.freeze()  # or each fork's collector would copy all of torch
     counted = Counter(faulty=0, seeds=0)
