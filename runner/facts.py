@@ -778,7 +778,6 @@ class SharedMemory:
     used_bytes: int | None = None
     free_bytes: int | None = None
     need_bytes: int | None = None
-    exhausted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

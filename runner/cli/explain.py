@@ -129,8 +129,7 @@ def _fields(reading: Reading) -> dict[str, Any]:  # noqa: PLR0911  # one for eac
         case CardTable():
             return _card_table(reading)
         case SharedMemory():
-            sizes = asdict(reading) | {"verdict": shared_memory_verdict(reading)}
-            return {"kind": ReadingKind.SHM} | {name: value for name, value in sizes.items() if name != "exhausted"}
+            return {"kind": ReadingKind.SHM} | asdict(reading) | {"verdict": shared_memory_verdict(reading)}
         case MemoryLimit():
             return {
                 "kind": ReadingKind.SHM,

@@ -76,7 +76,7 @@ def _unit(head: str) -> int:
 
 def _refused(lines: Iterable[str]) -> SharedMemory:
     needs = [int(match[1]) for line in lines if (match := _NEED.search(line))]
-    return SharedMemory(need_bytes=max(needs, default=None), exhausted=True)
+    return SharedMemory(need_bytes=max(needs, default=None))
 
 
 def _broken(message: str) -> Broken:
