@@ -38,11 +38,11 @@ class Watch:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._left = list(_SLOTS)
+        self._unsaid = list(_SLOTS)
 
     def see(self, batch: Any) -> None:  # noqa: ANN401  # the script's
-        if self._left:
-            self._seat.page.put(self._seat.rank, self._left.pop(0), digest(batch))
+        if self._unsaid:
+            self._seat.page.put(self._seat.rank, self._unsaid.pop(0), digest(batch))
 
     def is_same(self) -> bool | None:
         """Whether all ranks were given the same; None as long as not all have said."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -19,6 +20,25 @@ def parse_whole(where: str, given: object, what: str, *, least: int | None = Non
         bound = "" if least is None else f", {least} at least"
         raise ValueError(f"{where}: expected {what}{bound}, got {given!r}")
     return int(given)
+
+
+def parse_limits(max_steps: object, epochs: object, accumulate: object) -> tuple[int | None, int | None, int]:
+    """Return how long a loop goes on, None where there is no such limit, and of how many batches its steps are."""
+    batches = parse_whole("steps: accumulate", accumulate, "a number of batches", least=1)
+    if max_steps is not None:
+        max_steps = parse_whole("steps: max_steps", max_steps, "a number of steps", least=0)
+    if epochs is not None:
+        epochs = parse_whole("steps: epochs", epochs, "a number of passes through the loader", least=0)
+    return max_steps, epochs, batches
+
+
+def parse_scalar(value: float | torch.Tensor | None) -> float | None:
+    """A tensor that training has a graph of is read without it: torch warns of anything else."""
+    if not isinstance(value, torch.Tensor):
+        return None if value is None else float(value)
+    if value.numel() != 1:
+        raise ValueError(f"report: expected one number, got a tensor of shape {tuple(value.shape)}: give its mean()")
+    return float(value.detach())
 
 
 def parse_flags(**given: object) -> tuple[bool, ...]:

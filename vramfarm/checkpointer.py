@@ -162,11 +162,7 @@ class Checkpointer:
         if loader is None:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
         arguments.check_loader(loader, "steps")
-        accumulate = arguments.parse_whole("steps: accumulate", accumulate, "a number of batches", least=1)
-        if max_steps is not None:
-            max_steps = arguments.parse_whole("steps: max_steps", max_steps, "a number of steps", least=0)
-        if epochs is not None:
-            epochs = arguments.parse_whole("steps: epochs", epochs, "a number of passes through the loader", least=0)
+        max_steps, epochs, accumulate = arguments.parse_limits(max_steps, epochs, accumulate)
         course = self._course
         if course.enter(loader):
             self._stepping.drop_gradients()
@@ -200,7 +196,7 @@ class Checkpointer:
 
     def report(self, *, loss: float | torch.Tensor | None = None, lr: float | torch.Tensor | None = None) -> None:
         """Hand scalars to the supervisor. A tensor is waited for, as by `.item()`."""
-        self._seat.report(loss=_scalar(loss), lr=_scalar(lr))
+        self._seat.report(loss=arguments.parse_scalar(loss), lr=arguments.parse_scalar(lr))
 
     def save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Returns at once. Asked on local rank 0; elsewhere it does nothing."""
@@ -383,13 +379,7 @@ class Checkpointer:
 
     def _resume(self, env: dict[str, str], resume: str) -> str | None:
         """Go on from the newest checkpoint that is whole. Return its name."""
-        world, directory = self._training.world, Path(env[Env.CHECKPOINT_DIR])
-
-        def choose() -> Choice:
-            return run.told(env) if self._is_supervised else resuming.agree(world, directory, resume, self._say)
-
-        alone = not self._is_supervised and resume == "auto"
-        choice = resuming.go_on(choose, self._load, world, self._say, tries_older=alone)
+        choice = resuming.go_on(env, resume, self._training, self._load)
         if choice.resume is None:
             self._saves.contents.check()
         self._start_saver(env, choice)
@@ -427,12 +417,3 @@ class Checkpointer:
 
     def _say(self, text: str) -> None:
         self._training.say(text)
-
-
-def _scalar(value: float | torch.Tensor | None) -> float | None:
-    """A tensor that training has a graph of is read without it: torch warns of anything else."""
-    if not isinstance(value, torch.Tensor):
-        return None if value is None else float(value)
-    if value.numel() != 1:
-        raise ValueError(f"report: expected one number, got a tensor of shape {tuple(value.shape)}: give its mean()")
-    return float(value.detach())

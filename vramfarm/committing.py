@@ -138,17 +138,19 @@ class Committer:
         """Return what a rank staged."""
         size, length = self._page.get(rank, Slot.IMAGE_BYTES), self._page.get(rank, Slot.STATE_BYTES)
         arena = self._arenas.memory(rank)
-        frozen, apart = self._page.get(rank, Slot.FROZEN_AT), self._page.get(rank, Slot.FROZEN_BYTES)
+        frozen_at, frozen_bytes = self._page.get(rank, Slot.FROZEN_AT), self._page.get(rank, Slot.FROZEN_BYTES)
         window, at = self._page.get(rank, Slot.WINDOW_BYTES), self._page.get(rank, Slot.STATE_AT)
         if window:
             return self._staged_by_window(rank, arena, window, at)
         if size + length > len(arena):
             raise SaveError(f"rank {rank}: staged {size + length} bytes in an arena of {len(arena)}")
-        if apart and not size + length <= frozen <= len(arena) - apart:
-            raise SaveError(f"rank {rank}: staged {apart} frozen bytes at {frozen} in an arena of {len(arena)}")
+        if frozen_bytes and not size + length <= frozen_at <= len(arena) - frozen_bytes:
+            raise SaveError(
+                f"rank {rank}: staged {frozen_bytes} frozen bytes at {frozen_at} in an arena of {len(arena)}"
+            )
         state = json.loads(bytes(arena[size : size + length]))
         return Staged(
-            arena, _places(rank, state, size), state, self._page.get(rank, Slot.FROZEN), arena[frozen:], apart
+            arena, _places(rank, state, size), state, self._page.get(rank, Slot.FROZEN), arena[frozen_at:], frozen_bytes
         )
 
     def _staged_by_window(self, rank: int, arena: memoryview, window: int, at: int) -> Staged:
@@ -240,18 +242,18 @@ class Committer:
         edges = [protocol.edges_name(rank, len(staged), number) for number in range(1, len(one.places))]
         paths = [temporary / name for name in (protocol.shard_name(rank, len(staged)), *edges)]
         files = list(zip(paths, one.places, strict=True))
-        apart = temporary / protocol.frozen_name(rank, len(staged))
+        frozen = temporary / protocol.frozen_name(rank, len(staged))
         if one.window_bytes:
             windows = self._windows(step, rank, one)
             written = [writing.write_windows(path, b - a, windows, one.window_bytes) for path, (a, b) in files]
             if one.frozen_bytes:
-                written.append(writing.write_windows(apart, one.frozen_bytes, windows, one.window_bytes))
+                written.append(writing.write_windows(frozen, one.frozen_bytes, windows, one.window_bytes))
         else:
             written = [writing.write_shard(path, one.memory[a:], b - a) for path, (a, b) in files]
             if held is None and one.frozen_bytes:
-                written.append(writing.write_shard(apart, one.frozen_memory, one.frozen_bytes))
+                written.append(writing.write_shard(frozen, one.frozen_memory, one.frozen_bytes))
         if held is not None:
-            written.append(writing.link_shard(held.path, apart, held.shard))
+            written.append(writing.link_shard(held.path, frozen, held.shard))
         return written
 
     def _windows(self, step: int, rank: int, staged: Staged) -> Iterator[memoryview]:

@@ -54,7 +54,7 @@ class Layout:
         return places(self.sizes)[-1][1]
 
     @property
-    def apart(self) -> Frozen:
+    def frozen_weights(self) -> Frozen:
         return NO_FROZEN if self.frozen is None else Frozen(self.frozen.token, self.frozen.size_bytes)
 
     def tensors(self) -> list[Tensor]:
@@ -78,14 +78,14 @@ def arrange(known: Still, moving: Sequence[Piece], before: Layout | None) -> Lay
         return before
     # By themselves: what moves may come, grow and go, and who wrote a frozen weight writes it from then on.
     mine = [*staging.choose(known.pieces), *staging.choose(moving)]
-    apart = before.frozen if before is not None and before.known is known else _lay_out_frozen(known, mine)
-    if apart is not None:
-        mine = [piece for piece in mine if piece.box not in apart.still]
+    once = before.frozen if before is not None and before.known is known else _lay_out_frozen(known, mine)
+    if once is not None:
+        mine = [piece for piece in mine if piece.box not in once.still]
     moves = {piece.box.key for piece in moving}
     still = {piece.box: piece.local for piece in mine if piece.box.key not in moves}
     owned = frozenset(box for box in still if box.key in known.owned)
     return Layout(
-        lay_out_all(piece.box for piece in mine), known, signature, still, owned, guards=known.guards, frozen=apart
+        lay_out_all(piece.box for piece in mine), known, signature, still, owned, guards=known.guards, frozen=once
     )
 
 
@@ -126,9 +126,11 @@ class Copier:
         for hook in self._hooks:
             hook.remove()
 
-    def fill(self, arena: memoryview, apart: memoryview, taken: Taken, *, may_hide: bool) -> Callable[[], str] | None:
+    def fill(
+        self, arena: memoryview, frozen_memory: memoryview, taken: Taken, *, may_hide: bool
+    ) -> Callable[[], str] | None:
         """
-        Begin to write the image of a shard, and that of the frozen weights where there is memory `apart` for them.
+        Begin to write the image of a shard, and that of the frozen weights where there is memory for them.
 
         `may_hide`: an optimizer called us in the last step, so it will in the next. Return what waits for the rest and says what is wrong, None if nothing is left.
         """
@@ -139,8 +141,8 @@ class Copier:
             self._hide = False
         hide = self._hide and may_hide and not taken.is_new
         with torch.no_grad():
-            at = memory.address_of(apart) - memory.address_of(arena) if apart else 0
-            look = self._fill_frozen(apart, at, layout, hide=hide)
+            at = memory.address_of(frozen_memory) - memory.address_of(arena) if frozen_memory else 0
+            look = self._fill_frozen(frozen_memory, at, layout, hide=hide)
             self._copy = self._latest = plan.start(taken.moving, hide=hide)
         ways = [one for one in (self._copy and self._copy.wait, look) if one]
         return (lambda: next(filter(None, (way() for way in ways)), "")) if ways else None
@@ -161,13 +163,15 @@ class Copier:
         look = self._fill_frozen(memoryview(b""), 0, layout, hide=False)
         return look() if look else ""
 
-    def _fill_frozen(self, apart: memoryview, at: int, layout: Layout, *, hide: bool) -> Callable[[], str] | None:
+    def _fill_frozen(
+        self, frozen_memory: memoryview, at: int, layout: Layout, *, hide: bool
+    ) -> Callable[[], str] | None:
         """Stage the frozen weights, or find out whether they are still those that were staged."""
         if layout.frozen is None:
             self._frozen = None
             return None
         plan = self._planned_frozen(layout.frozen)
-        differing = plan.stage(apart, at=at, hide=hide) if apart else plan.look()
+        differing = plan.stage(frozen_memory, at=at, hide=hide) if frozen_memory else plan.look()
 
         def look() -> str:
             changed = differing()

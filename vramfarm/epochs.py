@@ -57,15 +57,15 @@ class Position:
 
 def batch_indices(length: int, cursor: int, batch_size: int, world: World) -> range | list[int]:
     """
-    Return this rank's places in the epoch's order for the batch at `cursor`.
+    Return this rank's indices into the epoch's order for the batch at `cursor`.
 
     The last batch of an epoch is shared evenly: all ranks get equally many, and where the epoch
     does not suffice for that its beginning is used once more.
     """
     samples = min(world.size * batch_size, length - cursor)
     last = cursor + -(-samples // world.size) * world.size
-    places = range(cursor + world.rank, last, world.size)
-    return places if last <= length else [place % length for place in places]
+    indices = range(cursor + world.rank, last, world.size)
+    return indices if last <= length else [index % length for index in indices]
 
 
 class GlobalBatches:
@@ -105,8 +105,8 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[int]]:
         order, cursor = self._order(), self._cursor
         while samples := self.samples_at(cursor):
-            places = batch_indices(self.length, cursor, self._batch_size, self._world)
-            yield [order[place] for place in places] if isinstance(order, range) else order[list(places)].tolist()
+            indices = batch_indices(self.length, cursor, self._batch_size, self._world)
+            yield [order[index] for index in indices] if isinstance(order, range) else order[list(indices)].tolist()
             cursor += samples
 
     def _order(self) -> Any:  # noqa: ANN401  # a range or a tensor: both are indexed alike

@@ -21,7 +21,7 @@ from vramfarm import image, protocol, streaming
 from vramfarm.folder import Stored
 from vramfarm.image import ImageError, Placed
 from vramfarm.staging import TORCH_DTYPES, as_tensor
-from vramfarm.streaming import DamagedError, Run, Source
+from vramfarm.streaming import DamagedError, Source, Span
 
 _CHUNK = protocol.CHUNK_BYTES
 
@@ -95,7 +95,7 @@ class Reader:
                 f"{stored.path.name}: expected {protocol.ALGORITHM} checksums, got {self.manifest.algorithm!r}"
             )
         self._parts: dict[str, list[_Part]] = {}
-        self._queue: dict[Source, list[Run]] = defaultdict(list)
+        self._queue: dict[Source, list[Span]] = defaultdict(list)
         with ThreadPoolExecutor(streaming.num_readers()) as pool:
             files = list(pool.map(lambda shard: _File(stored.path / shard.path, shard), self.manifest.shards))
         for file in files:
@@ -150,11 +150,11 @@ class Reader:
     def _bring(self, overlap: _Overlap) -> int:
         """Return the number of elements that are filled, or will be: what is in one piece waits for the others."""
         if overlap.count:
-            run = overlap.run()
-            if run is None:
+            span = overlap.span()
+            if span is None:
                 overlap.copy()
             else:
-                self._queue[overlap.source].append(run)
+                self._queue[overlap.source].append(span)
         return overlap.count
 
 
@@ -189,7 +189,7 @@ class _Overlap:
             source[_slices(self._begin, self._extent, box.offsets)]
         )
 
-    def run(self) -> Run | None:
+    def span(self) -> Span | None:
         """The same as one row of bytes on both sides; None where it is none."""
         box, local = self._part.placed.box, self._local
         if not local.is_contiguous() or not (self._extent[1:] == list(box.shape[1:]) == list(local.shape[1:])):
@@ -198,7 +198,7 @@ class _Overlap:
         row = math.prod(local.shape[1:]) * item
         first = 0 if not self._extent else self._begin[0]
         begin = self._part.placed.begin + (first - sum(box.offsets[:1])) * row
-        return Run(begin, begin + self.count * item, local, (first - sum(self._offsets[:1])) * row)
+        return Span(begin, begin + self.count * item, local, (first - sum(self._offsets[:1])) * row)
 
 
 def _slices(begin: Sequence[int], extent: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -19,7 +19,7 @@ from vramfarm.epochs import Position, World
 from vramfarm.loading import DamagedError, Reader
 from vramfarm.metadata import Metadata, Own
 from vramfarm.places import Places
-from vramfarm.protocol import MANIFEST, Manifest
+from vramfarm.protocol import MANIFEST, Env, Manifest
 from vramfarm.run import Choice, ResumeError
 from vramfarm.training import Training
 from vramfarm.typed import StateError
@@ -40,10 +40,12 @@ class Restored:
     report: Report
 
 
-def go_on(choose: Callable[[], Choice], load: Load, world: World, say: Say, *, tries_older: bool) -> Choice:
-    """Restore the newest checkpoint that is whole, on all ranks the same. What is damaged is set aside."""
+def go_on(env: Mapping[str, str], resume: str, training: Training, load: Load) -> Choice:
+    """Restore the newest checkpoint that is whole, on all ranks the same. What is damaged is set aside. A supervisor's word counts, not `resume`."""
+    world, is_supervised = training.world, run.is_supervised(env)
+    directory = Path(env[Env.CHECKPOINT_DIR])
     while True:
-        choice = choose()
+        choice = run.told(env) if is_supervised else agree(world, directory, resume, training.say)
         problem, fatal = ("", False) if choice.resume is None else _try(choice.resume, load)
         said = run.share(world, [problem, fatal], "to load its part of the checkpoint")
         problems = [text for text, _ in said if text]
@@ -55,11 +57,11 @@ def go_on(choose: Callable[[], Choice], load: Load, world: World, say: Say, *, t
         stuck = run.share(world, _set_aside(choice.resume) if world.rank == 0 else "")[0]  # nobody looks before
         if stuck:
             raise ResumeError(f"{problems[0]}; it cannot be set aside: {stuck}")
-        if not tries_older:
+        if is_supervised or resume != "auto":
             raise ResumeError(
                 f"{problems[0]}; set aside as .damaged-{choice.resume.name}, the next attempt takes an older one"
             )
-        say(f"{problems[0]}; set aside, trying an older one")
+        training.say(f"{problems[0]}; set aside, trying an older one")
 
 
 def _set_aside(path: Path) -> str:

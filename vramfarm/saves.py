@@ -91,7 +91,7 @@ class Saves:
 
     def _decide_staging(self, taken: Taken) -> tuple[int, Frozen]:
         """Return how much memory to take, and for which frozen weights."""
-        size, frozen = taken.layout.size_bytes + len(taken.state), taken.layout.apart
+        size, frozen = taken.layout.size_bytes + len(taken.state), taken.layout.frozen_weights
         needed = (size + frozen.size_bytes) * self._training.world.size
         self._is_bounded = memory.is_bounded(self._staging, needed, self._available)
         free = "" if self._available is None else f" of {self._available / 1e9:.3g} GB that were left"
@@ -125,15 +125,15 @@ class Saves:
         if self._is_bounded:
             return self._stage_by_window(step, taken)
         fill = partial(self._copier.fill, taken=taken, may_hide=self._stepping.has_stepped_before())
-        return self._seat.stage(step, layout.size_bytes, taken.state, fill, layout.apart)
+        return self._seat.stage(step, layout.size_bytes, taken.state, fill, layout.frozen_weights)
 
     def _stage_by_window(self, step: int, taken: Taken) -> bool:
         layout = taken.layout
-        if self._seat.holds(layout.apart) and (problem := self._copier.changed(layout)):
+        if self._seat.holds(layout.frozen_weights) and (problem := self._copier.changed(layout)):
             self._seat.give_up(step, problem)
             return False
         put = partial(self._copier.put, taken=taken)
-        return self._seat.stage_by_window(step, layout.sizes, taken.state, put, layout.apart)
+        return self._seat.stage_by_window(step, layout.sizes, taken.state, put, layout.frozen_weights)
 
     def _tell_of_frozen(self) -> None:
         """Once: a folder whose checkpoints share a file surprises whoever adds their sizes up."""

@@ -66,7 +66,7 @@ class Piece:
     edges: tuple[Piece, ...] = ()
 
     @property
-    def place(self) -> int:
+    def address(self) -> int:
         """Where in memory the tensor is of which this is a part."""
         return int((self.local if self.source is None else self.source).data_ptr())
 

@@ -58,18 +58,18 @@ class Still:
         tensors = [one for one in self._watched if isinstance(one, Tensor)]
         self._sharded = [one for one in tensors if staging.is_dtensor(one)]
         self._plain = [one for one in tensors if not staging.is_dtensor(one)]
-        self._places = self._look()
+        self._addresses = self._look()
         self._is_plain = all(map(_is_plain, dict(optimizers).values())) and not any(self.models.values())
         self._is_known = self._covers(self.pieces)
-        owned = {_place(one) for one in _owned(optimizers)}
-        self.owned = frozenset(p.box.key for p in self.pieces if p.place in owned and self._is_known)
+        owned = {_address(one) for one in _owned(optimizers)}
+        self.owned = frozenset(p.box.key for p in self.pieces if p.address in owned and self._is_known)
         self.guards = tuple(one for module in models.values() for found in flat.flats(module) for one in found.guards())
         self.restless = restless
-        places = {p.box.key: p.place for p in self.pieces}
+        addresses = {p.box.key: p.address for p in self.pieces}
         self._frozen = {
             key: (parameter, _version(parameter))
             for key, parameter in _parameters(models)
-            if not parameter.requires_grad and key not in restless and places.get(key) == _place(parameter)
+            if not parameter.requires_grad and key not in restless and addresses.get(key) == _address(parameter)
         }
         self.frozen = frozenset(self._frozen)
         self.frozen_bytes = sum(staging.whole_bytes(p) for p in self.pieces if p.box.key in self.frozen)
@@ -86,7 +86,7 @@ class Still:
         return (
             len(now) == len(self._watched)
             and all(map(operator.is_, now, self._watched))
-            and self._look() == self._places
+            and self._look() == self._addresses
             and not self.thawed()
         )
 
@@ -107,8 +107,8 @@ class Still:
 
     def _covers(self, pieces: Sequence[Piece]) -> bool:
         """A state_dict may give other tensors than those that are there, made for the occasion."""
-        known = set(self._places)
-        return all(piece.local.numel() == 0 or piece.place in known for piece in pieces)
+        known = set(self._addresses)
+        return all(piece.local.numel() == 0 or piece.address in known for piece in pieces)
 
 
 def _parts(models: Mapping[str, nn.Module], optimizers: _Named) -> Iterator[object]:
@@ -144,7 +144,7 @@ def _version(tensor: Tensor) -> int:
     return int(staging.local_of(tensor)._version)  # noqa: SLF001
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return int(staging.local_of(tensor).data_ptr())
 
 

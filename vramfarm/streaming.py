@@ -41,7 +41,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Span:
     """Bytes `begin` to `end` of a shard, which go to byte `at` of `to`, a tensor without holes."""
 
     begin: int
@@ -184,16 +184,16 @@ class _Cached:
         )  # the kernel takes a page back now and then
 
 
-def read_all(runs: Mapping[Source, Sequence[Run]]) -> None:
-    """Fill the tensors of all runs."""
-    work = [(source, chunk, parts) for source, several in runs.items() for chunk, parts in _by_chunk(several)]
-    devices = {run.to.device for several in runs.values() for run in several}
+def read_all(spans: Mapping[Source, Sequence[Span]]) -> None:
+    """Fill the tensors of all spans."""
+    work = [(source, chunk, parts) for source, several in spans.items() for chunk, parts in _by_chunk(several)]
+    devices = {span.to.device for several in spans.values() for span in several}
     streams = {one: torch.cuda.current_stream(one) for one in devices if one.type == "cuda"}
     threads = min(num_readers(), len(work))
     with _on(next(iter(streams.values()), None)):  # pinned through this device: another one would pay with its memory
         free = [Buffer(pinned=bool(streams)) for _ in range(threads)]
 
-    def bring(item: tuple[Source, int, list[Run]]) -> None:
+    def bring(item: tuple[Source, int, list[Span]]) -> None:
         source, chunk, parts = item
         kept = source.take_kept(chunk)
         if kept is not None:
@@ -206,7 +206,7 @@ def read_all(runs: Mapping[Source, Sequence[Run]]) -> None:
         finally:
             free.append(buffer)
 
-    for source in runs:
+    for source in spans:
         source.be_direct()
     pool = ThreadPoolExecutor(threads)
     try:
@@ -216,23 +216,25 @@ def read_all(runs: Mapping[Source, Sequence[Run]]) -> None:
         pool.shutdown(cancel_futures=True)
 
 
-def _by_chunk(runs: Sequence[Run]) -> Iterable[tuple[int, list[Run]]]:
-    found: dict[int, list[Run]] = defaultdict(list)
-    for run in runs:
-        for chunk in range(run.begin // _CHUNK, -(-run.end // _CHUNK)):
-            found[chunk].append(run)
+def _by_chunk(spans: Sequence[Span]) -> Iterable[tuple[int, list[Span]]]:
+    found: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        for chunk in range(span.begin // _CHUNK, -(-span.end // _CHUNK)):
+            found[chunk].append(span)
     return sorted(found.items())
 
 
-def _spread(buffer: Buffer, start: int, runs: Sequence[Run], streams: Mapping[torch.device, torch.cuda.Stream]) -> None:
+def _spread(
+    buffer: Buffer, start: int, spans: Sequence[Span], streams: Mapping[torch.device, torch.cuda.Stream]
+) -> None:
     """
-    Copy what runs want of a chunk, which begins at byte `start` of the shard.
+    Copy what spans want of a chunk, which begins at byte `start` of the shard.
 
     To a device on the caller's stream: a thread has one of its own, and memory that was used before is free in the order of the caller's.
     """
-    for run in runs:
-        begin, end = max(run.begin, start), min(run.end, start + _CHUNK)
-        at, to = run.at + begin - run.begin, run.to
+    for span in spans:
+        begin, end = max(span.begin, start), min(span.end, start + _CHUNK)
+        at, to = span.at + begin - span.begin, span.to
         if type(to) is Tensor and to.device.type == "cpu":
             ctypes.memmove(to.data_ptr() + at, buffer.address + begin - start, end - begin)
             continue

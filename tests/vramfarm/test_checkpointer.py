@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vramfarm import Checkpointer, arguments, data, folder, protocol, seat
-from vramfarm.checkpointer import _scalar
+from vramfarm.arguments import parse_scalar
 from vramfarm.epochs import World
 from vramfarm.loading import Reader
 from vramfarm.orders import Complaint
@@ -1030,9 +1030,9 @@ def test_a_loss_is_reported_as_training_has_it():
     """
     loss = (torch.ones(1, requires_grad=True) * 2).sum()
 
-    assert (2.0, 0.5, None) == (_scalar(loss), _scalar(0.5), _scalar(None))
+    assert (2.0, 0.5, None) == (parse_scalar(loss), parse_scalar(0.5), parse_scalar(None))
     with pytest.raises(ValueError, match=r"report: expected one number, got a tensor of shape \(3,\)"):
-        _scalar(torch.ones(3))
+        parse_scalar(torch.ones(3))
 
 
 @pytest.mark.parametrize(
