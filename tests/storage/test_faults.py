@@ -29,7 +29,8 @@ from runner.storage.offsite import (
     uploading,
 )
 from runner.storage.offsite.cures import plain_words
-from runner.storage.offsite.s3 import NUM_THREADS, PART_CHUNKS, S3Store, _Window
+from runner.storage.offsite.parts import NUM_THREADS, PART_CHUNKS, Window
+from runner.storage.offsite.s3 import S3Store
 from tests.faultproxy import FaultProxy
 from tests.s3server import BUCKET, S3Server, speaking_tls
 from tests.storage.examples import commit
@@ -298,7 +299,7 @@ def test_on_a_quick_line_all_threads_send():
     """
     Each part that is soon there lets one more go beside the others.
     """
-    window = _Window()
+    window = Window()
     for _ in range(NUM_THREADS):
         with window.one():
             pass
@@ -320,7 +321,7 @@ def test_as_many_parts_are_on_their_way_as_help(times_s, num_more):
     """
     Told by how long each took.
     """
-    window = _Window()
+    window = Window()
     for took_s in times_s:
         window._note(took_s)
 
@@ -339,7 +340,7 @@ def test_a_quick_line_is_known_before_the_server_has_answered(num_bytes, took_s,
     """
     A busy server takes its time for each part: until the first is there, most threads would have nothing to do.
     """
-    window = _Window()
+    window = Window()
 
     window.note_left(num_bytes, took_s)
 

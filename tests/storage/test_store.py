@@ -17,9 +17,11 @@ from runner.storage.checksums import CRC32, CRC64NVME, describe_file
 from runner.storage.disk import Disk, own_path
 from runner.storage.offsite import OffsiteError, open_store
 from runner.storage.offsite.contract import Checksums, Head, Version, agrees, proves
+from runner.storage.offsite.digests import Kind
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
-from runner.storage.offsite.s3 import S3Store, _Kind, _plan_parts
+from runner.storage.offsite.parts import plan_parts
+from runner.storage.offsite.s3 import S3Store
 from runner.storage.offsite.tidying import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.s3server import BUCKET
@@ -651,10 +653,10 @@ def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path
     """
     Then the server does not know the upload any more, but has the file, whole. If it has not, it is tried again.
     """
-    shard, kind = write(tmp_path / "shard", LARGE), _Kind(CRC32, Checksums.WHOLE)
-    forgotten = s3store._begin_upload("job/shard", kind)
+    shard, kind = write(tmp_path / "shard", LARGE), Kind(CRC32, Checksums.WHOLE)
+    forgotten = s3store._uploads.begin("job/shard", kind)
     s3server.client().abort_multipart_upload(Bucket=BUCKET, Key=f"{s3store._prefix}job/shard", UploadId=forgotten.id)
-    parts = _plan_parts(shard, CRC32, 1)
+    parts = plan_parts(shard, CRC32, 1)
 
     def complete():
         with s3store._plain_words("job/shard"):
@@ -821,7 +823,7 @@ def test_what_killed_looks_left_is_swept_by_the_next(s3_offload, s3server, tmp_p
     store.put(".probe-mine", b"1")
     store.probe()
     young = sorted(entry.key for entry in store.list(""))
-    store._sweep_probes(".probe-mine", timedelta(0))
+    store._look(".probe-mine")._sweep(timedelta(0))
     uploads = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix)["Uploads"]
     folder = tmp_path / "store"
     folder.mkdir()

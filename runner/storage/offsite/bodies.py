@@ -12,13 +12,13 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
-from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
+from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
 from runner.storage.offsite.contract import Block, OffsiteError, other_bytes
 from runner.storage.offsite.pace import PACED_BYTES, Pace
@@ -176,7 +176,7 @@ class FilePart:
         os.close(self._fd)
 
 
-def read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore's streaming body
+def _read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore's streaming body
     """
     Fill memory from an answer's body; fewer bytes only at its end.
 
@@ -195,3 +195,34 @@ def read_into(body: Any, memory: memoryview) -> int:  # noqa: ANN401  # botocore
     if answer.isclosed():  # all came: the connection can take the next request
         over.release_conn()
     return came
+
+
+class Reading:
+    """A range of one object on its way. After an error it goes on where the last whole block ended."""
+
+    def __init__(self, ask: Callable[..., Mapping[str, Any]], offset: int, num_bytes: int, tag: str) -> None:
+        self._ask, self._tag = ask, tag
+        self._at = offset
+        self._body: Any = None
+        self.left = num_bytes
+
+    def next_block(self, memory: memoryview) -> memoryview:
+        if self._body is None:
+            answer = self._ask(self._at, self._at + self.left, self._tag)
+            self._body, self.left = answer["Body"], min(self.left, answer["ContentLength"])
+            self._tag = answer.get("ETag", "")
+        block, came = memory[: self.left], 0  # no more: a server that ignores the range cannot fill our memory
+        try:
+            came = _read_into(self._body, block)
+        finally:
+            if came != len(block):
+                self.close()
+        if came != len(block):
+            raise IncompleteReadError(actual_bytes=came, expected_bytes=len(block))
+        self._at, self.left = self._at + came, self.left - came
+        return block
+
+    def close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
