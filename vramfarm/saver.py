@@ -132,7 +132,7 @@ class Saver:
             leave=bool(self._page[Word.REQUEST_LEAVE]),
             asked=requests != self._page[Word.SERVED_SAVE],
             due=self._due_at is not None and now >= self._due_at,
-            cold=now < self._warm_by and any(rank.warming for rank in ranks),
+            cold=(self._due_at is None or now < self._warm_by) and any(rank.warming for rank in ranks),
         )
         reason = agreement.decide_reason(ranks, wishes)
         if reason is None:

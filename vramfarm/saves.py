@@ -101,7 +101,7 @@ class Saves:
 
     def _rehearse(self, arena: memoryview) -> None:
         layout = self.contents.layout
-        if layout is not None and not self._is_bounded:
+        if layout is not None and layout.size_bytes <= len(arena) and not self._is_bounded:
             self._copier.rehearse(arena, layout)
 
     # --------------------------------------------------------------------------- staging

@@ -157,6 +157,21 @@ def test_only_what_the_optimizer_changes_may_be_copied_late():
     assert not still.owned & {"model.first.weight", "model.norm.running_mean"}
 
 
+def test_memory_that_what_is_saved_has_outgrown_is_not_rehearsed(tmp_path):
+    """
+    A save that needed more has announced another memory, while the first was still being made ready.
+    """
+    ckpt = Checkpointer(nn.Linear(100, 100), dir=tmp_path)
+    size = ckpt._saves.contents.take().layout.size_bytes
+
+    planned = []
+    for arena in (bytearray(size - 1), bytearray(size)):
+        ckpt._saves._rehearse(memoryview(arena))
+        planned.append(ckpt._saves._copier._plan is not None)
+
+    assert [False, True] == planned
+
+
 def test_staging_memory_is_ready_before_it_is_needed(tmp_path):
     """
     After the first steps the saver has given it its pages and nothing more is to be done; a save waits for that.

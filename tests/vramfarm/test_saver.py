@@ -445,6 +445,21 @@ def test_a_save_that_a_rank_cannot_stage_is_explained_by_its_own_words(tmp_path,
     assert f"save of step 7 failed: {why}{more}" == page.error()
 
 
+def test_no_save_is_asked_of_memory_in_the_making_when_one_rank_has_stepped_and_the_other_has_not(tmp_path):
+    """
+    The two minutes for which it is waited begin with the first step of the last rank.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=2)
+    saver = Saver(Orders.parse({Env.CONTROL: str(page.path), Env.CHECKPOINT_DIR: str(tmp_path)}), page)
+    page[Word.REQUEST_SAVE] = 1
+    begun = [[Rank(True, True, step, Phase.TRAINING, warming=warming) for step in (1, 0)] for warming in (True, False)]
+
+    saver._consider(begun[0])
+    assert saver._save is None
+    saver._consider(begun[1])
+    assert saver._save is not None
+
+
 @pytest.mark.parametrize(("told", "count"), [(Told.DEATH, 0), (Told.FAILURE, 1)])
 def test_a_saver_that_said_why_it_dies_is_not_told_again(tmp_path, told, count):
     """
