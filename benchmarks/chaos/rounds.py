@@ -36,6 +36,8 @@ MARK = "VRAMFARM_CHAOS"  # in the environment of all that a round starts
 STEPS = 90
 BYTES = 300_000  # of a rank without torch
 PAUSE_S = 0.04
+# Struck at the store: an upload takes seconds on a busy machine, and old copies go when no newer one waits for it.
+STORE_PAUSE_S, SAVE_EVERY, STORE_SAVE_EVERY = 0.25, "600ms", "5s"
 PATIENCE_S = 240.0  # from one start of the guardian to the end, or to the next blow
 MOMENT_S = 90.0
 POLL_S = 0.005
@@ -56,8 +58,8 @@ cpu_processes: {ranks}
 preflight: {{comm_test: false}}
 python: {python}
 env: {{OMP_NUM_THREADS: "1"}}
-checkpoint: {{save_interval: 600ms, keep_last: 2}}
-offload: {{to: "{to}", keep_last: 2}}
+checkpoint: {{save_interval: {every}, keep_last: 2}}
+offload: {{to: "{to}", keep_last: 1}}
 restart: {{max_restarts_without_progress: 1000, initial_delay: 0s, backoff_coefficient: 1, grace_period: 20s}}
 finish: {{hold: 0s}}
 """
@@ -165,12 +167,14 @@ class Round:
     def _start(self, ranks: int) -> None:
         self.num_ranks = ranks
         job = self.folder / "job.yaml"
+        at_store = any(blow.when in STORE_POINTS for blow in self.plan.blows)
         job.write_text(
             (JOB + (REAL if self.reference else FAKE)).format(
                 root=ROOT,
                 bytes=BYTES,
                 steps=STEPS,
-                pause=PAUSE_S,
+                pause=STORE_PAUSE_S if at_store else PAUSE_S,
+                every=STORE_SAVE_EVERY if at_store else SAVE_EVERY,
                 dropout=self.plan.dropout,
                 ranks=ranks,
                 python=sys.executable,
@@ -237,6 +241,8 @@ class Round:
 
     def _wait_for(self, blow: Blow) -> None:
         if blow.when in {*POINTS, *STORE_POINTS}:
+            if blow.when in STORE_POINTS and blow.whom == "ranks":
+                self._watch(lambda: self._step() > 0)  # requests go on without them, and the first ones are earlier
             self._order(blow.when)
             self._watch(lambda: self._is_there(blow))
             if self._is_there(blow):

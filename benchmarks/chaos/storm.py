@@ -8,6 +8,7 @@ undisturbed one: the loss of every sample at every step, every bit of the last w
 store. DIR/rounds.jsonl gets a line for each, DIR/chaos.md the table of all that is there. The exit code is 1 if a round failed.
     --seed 17 --rounds 1           the same choices again; when a process reaches which line is the machine's
     --store                        at requests to the store, which are held before or after the server has seen to them
+    --missing                      only at pairs of part and point that no round in DIR has met
     --fake                         without torch: a launcher and ranks that start in milliseconds
     --jobs 24                      so many rounds side by side, each with processes and folders of its own
 Where no loop device can be mounted (who is not root, many a container) power is not lost, all is killed instead; where there is no `weed`
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument(
         "--store", action="store_true", help="strike at requests to the store, not at operations of a save"
     )
+    parser.add_argument("--missing", action="store_true", help="strike only at pairs that no round in --out has met")
     parser.add_argument("--jobs", type=int, default=2, help="rounds side by side")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no round after this")
     parser.add_argument("--no-power", action="store_true", help="as on a machine that mounts no loop device")
@@ -207,6 +209,11 @@ def main() -> int:
         endpoints = [serve(work, number, stack) for number in range(servers)]
         images = None if why else SHM if shutil.disk_usage(SHM).free > args.jobs * IMAGE_BYTES else work
         pairs, python = STORE_PAIRS if args.store else PAIRS, runner_python(work)
+        if args.missing:
+            met = _pairs([one for name in KINDS for one in _read(out / f"{name}.jsonl")], pairs)
+            pairs = [pair for pair in pairs if pair not in met]
+            if not pairs:
+                parser.error(f"--missing: every pair was met: {out}")
         scene = Scene(work, out, library, python, endpoints, args.fake, images, args.keep, pairs)
         seeds = takewhile(lambda _: time.monotonic() < until, range(args.seed, args.seed + args.rounds))
         ends = dict(side_by_side(partial(play, scene), seeds, args.jobs))
