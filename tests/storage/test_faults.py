@@ -333,6 +333,7 @@ def test_as_many_parts_are_on_their_way_as_help(times_s, num_more):
     [
         pytest.param(PART_CHUNKS * CHUNK_BYTES, 0.1, 0, id="whole, and at once: all send"),
         pytest.param(PART_CHUNKS * CHUNK_BYTES, 0.5, NUM_THREADS - 2, id="not at once: its answer will tell"),
+        pytest.param(8 * CHUNK_BYTES, 0.5, 0, id="a larger one may take longer"),
         pytest.param(CHUNK_BYTES, 0.01, NUM_THREADS - 2, id="so little may lie in the socket's memory"),
     ],
 )

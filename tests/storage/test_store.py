@@ -20,7 +20,7 @@ from runner.storage.offsite.contract import Checksums, Head, Version, agrees, pr
 from runner.storage.offsite.digests import Kind
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.file import FileStore
-from runner.storage.offsite.parts import plan_parts
+from runner.storage.offsite.parts import PART_CHUNKS, plan_parts
 from runner.storage.offsite.s3 import S3Store
 from runner.storage.offsite.tidying import remove_run
 from tests.fakes import FaultyDisk, Loss, PowerLoss
@@ -29,7 +29,7 @@ from tests.storage.cutting import CuttingProxy
 from tests.storage.examples import ODD_NAMES, describe
 from tests.storage.late import LateStore
 from vramfarm.checksum import find_crc64nvme
-from vramfarm.protocol import CHUNK_BYTES
+from vramfarm.protocol import CHUNK_BYTES, Shard
 
 LARGE = b"".join(bytes([number]) * CHUNK_BYTES for number in range(3)) + b"tail"
 FOREVER = datetime.now(UTC) + timedelta(days=1)
@@ -647,6 +647,28 @@ def test_parts_that_are_there_are_not_sent_again(s3store, s3server, tmp_path, de
     assert sent == sorted({*s3store.sent[-len(sent) :]})
     assert agrees(s3store.head("job/shard"), shard)
     assert [] == client.list_multipart_uploads(Bucket=BUCKET, Prefix=s3store._prefix).get("Uploads", [])
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "expected"),
+    [
+        pytest.param(1, [1], id="one"),
+        pytest.param(5, [2, 2, 1], id="a small shard"),
+        pytest.param(127, [3] * 42 + [1], id="thirty-two or a few more"),
+        pytest.param(1000, [4] * 250, id="none too large to be a step of progress"),
+        pytest.param(50_001, [6] * 8333 + [3], id="no more than a store takes"),
+    ],
+)
+def test_parts_of_a_large_shard_are_larger(num_chunks, expected):
+    """
+    Each costs a server its turn, and a kill what was sent of it.
+    """
+    shard = Shard("shard", (num_chunks - 1) * CHUNK_BYTES + 1, (0,) * num_chunks)
+
+    parts = plan_parts(shard, CRC32, PART_CHUNKS)
+
+    assert expected == [part.num_chunks for part in parts]
+    assert shard.size_bytes == sum(part.size_bytes for part in parts)
 
 
 def test_a_lost_answer_to_the_completion_is_no_error(s3store, s3server, tmp_path):

@@ -20,9 +20,11 @@ from vramfarm.protocol import CHUNK_BYTES, Shard
 NUM_THREADS: Final = 16  # that send parts
 _NUM_AT_FIRST: Final = 2  # parts on their way
 _SOON_S: Final = 2.0  # where a part is there so soon, one more may be on its way
-_AT_ONCE_S: Final = 0.25  # a part has left: no socket's memory takes so much
+_FAST_BYTES_PER_S: Final = 64 << 20  # a part leaves: no socket's memory takes so much
 _SAME: Final = 1.2  # times the first one's: more beside it have cost a part nothing, so it is not the line that is slow
-PART_CHUNKS: Final = 2  # chunks in a part
+PART_CHUNKS: Final = 2  # chunks in a part, at least
+_MOST_CHUNKS: Final = 4  # progress is told by part, on a slow line, too
+_PARTS: Final = 32  # of a large shard: a kill loses no more of it, and each part costs a server its turn
 _MAX_PARTS: Final = 10_000
 _HASH_BYTES: Final = 1 << 20
 
@@ -41,9 +43,9 @@ class Part:
 
 
 def plan_parts(shard: Shard, crc: Crc, part_chunks: int) -> list[Part]:
-    """Parts of whole chunks, as few chunks as asked for if the shard is not too large for that."""
+    """Parts of whole chunks, the same for a shard at each try: those of an upload that was begun are found again."""
     num_chunks = len(shard.checksums)
-    step = max(part_chunks, -(-num_chunks // _MAX_PARTS))
+    step = max(part_chunks, min(_MOST_CHUNKS, num_chunks // _PARTS), -(-num_chunks // _MAX_PARTS))
     firsts = range(0, max(1, num_chunks), step)
     return [_part(shard, crc, number, first, step) for number, first in enumerate(firsts, 1)]
 
@@ -103,7 +105,7 @@ class Window:
 
     def note_left(self, num_bytes: int, took_s: float) -> None:
         """A fast line is known as such before the server has answered once, and all are wanted from then on."""
-        if num_bytes < PART_CHUNKS * CHUNK_BYTES or took_s > _AT_ONCE_S:
+        if num_bytes < max(PART_CHUNKS * CHUNK_BYTES, took_s * _FAST_BYTES_PER_S):
             return
         with self._lock:
             left, self._left = self._left, 0
