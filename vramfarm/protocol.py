@@ -18,7 +18,8 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Collection, Iterable
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path, PurePosixPath
@@ -70,6 +71,8 @@ MAX_MANIFEST_BYTES: Final = (
 LATE_S: Final = 120.0  # that others wait for a rank before it is named
 LAST_RANK_S: Final = 3600.0  # that ranks which are done wait for one that is not
 
+_SEAL = re.compile(rb', "crc32": (\d{1,10})\}\Z')  # how a manifest ends; those of before have none
+_SEAL_BYTES: Final = 22  # at most
 _NAME = re.compile(r"step-(?P<step>\d{8,})-(?P<id>[0-9a-f]{8})")
 
 
@@ -185,7 +188,20 @@ def dump_manifest(manifest: Manifest) -> bytes:
     for shard in fields["shards"]:
         if not shard["crc64nvme"]:
             del shard["crc64nvme"]
-    return json.dumps(fields, sort_keys=True, allow_nan=True).encode()
+    return seal(fields)
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """Bytes of a manifest with these fields, and at its end the checksum of all before."""
+    unsealed = {name: value for name, value in fields.items() if name != "crc32"}
+    raw = json.dumps(unsealed, sort_keys=True, allow_nan=True).encode()
+    return raw[:-1] + b', "crc32": %d}' % zlib.crc32(raw)
+
+
+def _is_as_written(raw: bytes) -> bool:
+    """Whether its own checksum is right: where a disk changed a byte, what it says of training may still look sane."""
+    seal = _SEAL.search(raw, max(len(raw) - _SEAL_BYTES, 0))
+    return seal is not None and int(seal[1]) == zlib.crc32(b"}", zlib.crc32(memoryview(raw)[: seal.start()]))
 
 
 def parse_manifest(raw: bytes) -> Manifest:
@@ -200,6 +216,7 @@ def parse_manifest(raw: bytes) -> Manifest:
         msg = f"{MANIFEST}: not JSON: {error}"
         raise ProtocolError(msg) from None
     _expect(isinstance(fields, dict), "", "an object", fields)
+    _expect("crc32" not in fields or _is_as_written(raw), "crc32", "the checksum of its bytes", fields.get("crc32"))
     _expect(fields.get("format") == FORMAT, "format", repr(FORMAT), fields.get("format"))
     _expect(fields.get("chunk_bytes") == CHUNK_BYTES, "chunk_bytes", str(CHUNK_BYTES), fields.get("chunk_bytes"))
     known: dict[str, Any] = {name: _whole(fields, name) for name in ("lineage", "step", "attempt", "world_size")}

@@ -14,7 +14,7 @@ from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk, pages, write_durable
 from tests.fakes import FaultyDisk, Loss, PowerLoss
 from tests.storage.examples import SHARDS, commit, fill
-from vramfarm.protocol import CHUNK_BYTES, MANIFEST, dump_manifest
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, dump_manifest, seal
 
 OPERATIONS = range(14)
 LOSSES = [(loss, seed) for loss in Loss for seed in (range(6) if loss is Loss.MIXED else range(1))]
@@ -146,7 +146,7 @@ def _not_json(path, outside):
 
 def _endless_lineage(path, outside):
     fields = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**fields, "lineage": MAX_LINEAGE + 1}))
+    (path / MANIFEST).write_bytes(seal({**fields, "lineage": MAX_LINEAGE + 1}))
 
 
 def _deep(path, outside):
@@ -155,19 +155,19 @@ def _deep(path, outside):
 
 def _other_name(path, outside):
     manifest = json.loads((path / MANIFEST).read_bytes())
-    (path / MANIFEST).write_text(json.dumps(manifest | {"step": 501}))
+    (path / MANIFEST).write_bytes(seal(manifest | {"step": 501}))
 
 
 def _bad_time(path, outside):
     manifest = json.loads((path / MANIFEST).read_bytes())
-    (path / MANIFEST).write_text(json.dumps(manifest | {"written_at": "yesterday"}))
+    (path / MANIFEST).write_bytes(seal(manifest | {"written_at": "yesterday"}))
 
 
 def _bad_path(spelled):
     def spoil(path, outside):
         manifest = json.loads((path / MANIFEST).read_bytes())
         manifest["shards"][0]["path"] = spelled.format(outside=outside)
-        (path / MANIFEST).write_text(json.dumps(manifest))
+        (path / MANIFEST).write_bytes(seal(manifest))
 
     return spoil
 

@@ -39,7 +39,7 @@ from tests.s3server import BUCKET
 from tests.storage.examples import SHARDS, commit
 from tests.storage.moving import contents, elsewhere, ignore, move
 from vramfarm.checksum import crc32
-from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest
+from vramfarm.protocol import CHUNK_BYTES, MANIFEST, Shard, dump_manifest, seal
 
 
 class _Asked(FileStore):
@@ -528,7 +528,7 @@ def test_a_checkpoint_of_another_age_is_not_restored(store, directory, tmp_path)
 
 def _spoiled(**changes):
     def spoil(fields):
-        return json.dumps(fields | changes).encode()
+        return seal(fields | changes)
 
     return spoil
 
@@ -536,7 +536,7 @@ def _spoiled(**changes):
 def _shard(**changes):
     def spoil(fields):
         fields["shards"][0] |= changes
-        return json.dumps(fields).encode()
+        return seal(fields)
 
     return spoil
 

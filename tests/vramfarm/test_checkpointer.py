@@ -528,7 +528,7 @@ def test_a_checkpoint_whose_manifest_contradicts_itself_is_damaged(tmp_path, cap
     for key in keys:
         place, last = place[last], key
     place[last] = value
-    (bad.path / protocol.MANIFEST).write_text(json.dumps(fields))
+    (bad.path / protocol.MANIFEST).write_bytes(protocol.seal(fields))
     capsys.readouterr()
 
     _, _, ckpt = train(tmp_path, 5)
@@ -570,7 +570,7 @@ def test_a_manifest_whose_state_is_nonsense_is_refused_by_all_ranks(tmp_path, ca
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
-    path.write_text(json.dumps(fields))
+    path.write_bytes(protocol.seal(fields))
 
     with pytest.raises(StateError, match=said):
         make()
@@ -1168,7 +1168,7 @@ def test_numbers_that_leave_no_room_to_count_on_are_refused_at_the_start(tmp_pat
     train(tmp_path, 2)
     path, most = newest(tmp_path).path, protocol.MAX_NUMBER - 1
     fields = json.loads((path / protocol.MANIFEST).read_bytes()) | {name: most}
-    (path / protocol.MANIFEST).write_text(json.dumps(fields))
+    (path / protocol.MANIFEST).write_bytes(protocol.seal(fields))
     path = path.rename(path.with_name(f"step-{most}-{fields['id']}")) if name == "step" else path
 
     with pytest.raises(ResumeError, match=rf"{path}: MANIFEST.json: {name}: {most} is more than .* move that folder"):
