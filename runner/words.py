@@ -342,7 +342,7 @@ def _lease_change(before: Lease, after: Lease) -> str:
             return f"{_VACANT[after.vacancy]}; this runner has the run now (lease {after.fence})"
         case LeaseState.LAPSED:
             why = f": {after.trouble}" if after.trouble else ""
-            return f"the lease of the run cannot be renewed{why}; training goes on, copies wait"
+            return f"the lease of the run cannot be renewed{why}; copies wait, and nothing else does"
         case LeaseState.NOT_NEEDED:
             return "the store has no conditional writes: nothing here keeps a second machine from writing this run"
         case _:
@@ -508,7 +508,7 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
     every = observed_interval(seen.local, history.attempts)
     return {
         "job": job.name,
-        "phase": phase(history, seen),
+        "phase": "LEFT" if end and end.code == LEFT else phase(history, seen),
         "step": _step(history, seen),
         "steps_from": _steps_from(history, seen),
         "max_steps": seen.progress.max_steps or None,
@@ -538,7 +538,7 @@ def status(  # noqa: PLR0913, PLR0917  # what a picture is made of
         "reason": end.reason if over and end else over.reason if over else None,
         "exit_code": end.code if over and end else code,
         "waiting": _waiting(job, history, seen),
-        "draining": _draining(job, history, seen),
+        "draining": None if end else _draining(job, history, seen),
         "afterwards": afterwards(job, around.server, end) or None if end else None,
         "message": message,
         "run_dir": around.run_dir,

@@ -31,7 +31,7 @@ from runner.facts import (
     Vacancy,
 )
 from runner.job import Job
-from runner.policy.actions import Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
+from runner.policy.actions import LEFT, Begin, Conclude, End, Interrupt, Kill, Launch, Prune, RecordExit, Wait
 from runner.policy.finish import ALL_OUTPUTS
 from runner.words import (
     Surroundings,
@@ -274,6 +274,20 @@ def test_what_the_end_waits_for_is_said_and_until_when():
     assert "until 12:30 UTC at the latest: it waits for lease of the run (no answer); Ctrl-C" in line
     assert "2026-01-01T12:30:00+00:00" == status(JOB, over, seen, AROUND, "")["draining"]["until"]
     assert "" == describe_draining(JOB, History(), seen)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_runner_that_left_says_so_in_its_last_status(is_over):
+    """
+    From the store alone nobody can see whether it lives: its last word must not be that it copies, or begins.
+    """
+    left = End(code=LEFT, stop=False, keep=True, reason="asked to leave")
+    away = Failed(subject="of the run", at=NOW, error="no answer", final=False, failures=1, since=NOW)
+    seen = replace(SEEN, tasks={TaskKind.LEASE: away}, only_here=("log",), leaving=True)
+
+    told = status(JOB, History(conclusion=OVER if is_over else None), seen, AROUND, "", left)
+
+    assert ("LEFT", None) == (told["phase"], told["draining"])
 
 
 def test_weights_in_a_store_that_refused_are_not_denied():

@@ -24,6 +24,7 @@ from vramfarm.protocol import Env
 
 Status = Mapping[str, Any]
 _DRAINING: Final = "DRAINING"  # as `words.phase` has it
+_LEFT: Final = "LEFT"  # the same: of a runner that was asked to leave, whoever reads it, and from wherever
 _FRESH: Final = timedelta(minutes=3)  # the copy in the store is renewed every minute
 
 
@@ -140,6 +141,7 @@ _SENSE: Final[Mapping[str, Callable[[object], bool]]] = {  # of a bucket: whoeve
 
 def describe(status: Status, *, alive: bool | None, now: datetime, left: int = 0) -> Iterator[str]:
     """A few lines for a person; a field that is missing is left out. `left`: processes that outlived the runner."""
+    alive = False if alive is None and status.get("phase") == _LEFT else alive
     phase = _phase(status, alive=alive, left=left, now=now)
     yield "  ".join(filter(None, (str(status.get("job", "?")), phase, _progress(status))))
     waiting = _waiting(status, alive=alive)
@@ -184,7 +186,7 @@ def _lease(lease: object) -> Iterator[str]:
     if not isinstance(lease, dict):
         return
     words: dict[str, str] = {
-        LeaseState.LAPSED: "the lease of the run cannot be renewed: training goes on, copies wait for the store",
+        LeaseState.LAPSED: "the lease of the run cannot be renewed: copies wait for the store, and nothing else does",
         LeaseState.WATCHING: f"watching whether {lease.get('who') or 'another runner'} still has this run",
         LeaseState.TAKEN: f"{lease.get('who') or 'another runner'} has this run now",
     }
@@ -290,7 +292,7 @@ def _freshness(status: Status, *, alive: bool | None, now: datetime, left: int) 
         return f"{seen}; the runner is not alive, {who}: start it again with the same job.yaml and it goes on with them"
     if status.get("refusal") and not alive:
         return f"{seen}; mend that, then start it again"
-    if alive is False and status.get("phase") == _DRAINING:
+    if alive is False and status.get("outcome") and status.get("phase") in {_DRAINING, _LEFT}:
         return f"{seen}; the runner is not alive and had not got everything off the machine: start it again and it does"
     if alive is False and not status.get("outcome"):
         return f"{seen}; the runner is not alive: start it again with the same job.yaml and it goes on"

@@ -792,6 +792,27 @@ def test_a_runner_that_died_while_it_drained_is_said(tmp_path, cli):
     assert "had not got everything off the machine" in told
 
 
+@pytest.mark.parametrize(
+    ("told", "first", "last"),
+    [
+        ({"outcome": None}, "not running", "it goes on"),
+        ({"outcome": "left", "exit_code": 75}, "left (exit code 75)", "had not got everything off the machine"),
+    ],
+)
+def test_a_runner_that_left_is_missed_from_afar_too(told, first, last):
+    """
+    Its machine cannot be asked: without a word of it somebody waits for a run that nobody goes on with.
+    """
+    now = datetime.now(UTC)
+    status = {"job": "llama", "phase": "LEFT", "updated_at": now.isoformat(), **told}
+
+    lines = [*describe(status, alive=None, now=now)]
+
+    assert lines[0].startswith(f"llama  {first}  ")
+    assert "start it again" in lines[-1]
+    assert last in lines[-1]
+
+
 # ------------------------------------------------------------------------------- checkpoints
 
 
@@ -1380,7 +1401,7 @@ def test_logs_are_followed_until_the_runner_ends(tmp_path, held_lock):
         ({"state": "held", "who": "srv_a"}, []),
         (
             {"state": "lapsed", "who": "srv_a"},
-            ["  the lease of the run cannot be renewed: training goes on, copies wait for the store"],
+            ["  the lease of the run cannot be renewed: copies wait for the store, and nothing else does"],
         ),
         ({"state": "watching", "who": "srv_a"}, ["  watching whether srv_a still has this run"]),
         ({"state": "taken", "who": ""}, ["  another runner has this run now"]),
