@@ -530,12 +530,17 @@ def test_https_where_it_is_http_and_the_reverse_end_a_run_at_its_start(s3_offloa
     assert words[1] in caught.value.hint
 
 
-def test_a_ca_that_is_not_there_is_said(s3_offload, s3server):
+@pytest.mark.parametrize("content", [None, "", "-----BEGIN CERTIFICATE-----\nMIIB", b"\x30\x82"])
+def test_a_ca_that_is_none_is_said(s3_offload, s3server, tmp_path, content):
     """
-    The library would only say so with the first request, in words of its own.
+    The library would only say so with the first request, in words of its own, as if the server were ill.
     """
-    with pytest.raises(OffsiteError, match="expected a file of certificates, found none at /no/ca") as caught:
-        S3Store(s3_offload, {**s3server.env, "AWS_CA_BUNDLE": "/no/ca"})
+    bundle, found = tmp_path / "ca.pem", "none" if content is None else "no whole one"
+    if content is not None:
+        bundle.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    with pytest.raises(OffsiteError, match=f"expected a file of certificates, found {found} at {bundle}") as caught:
+        S3Store(s3_offload, {**s3server.env, "AWS_CA_BUNDLE": str(bundle)})
 
     assert caught.value.final
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # stubs only, not installed with the runner
     from mypy_boto3_s3 import S3Client
 
 MAX_ATTEMPTS: Final = 4
+_PEM: Final = "it must be PEM (-----BEGIN CERTIFICATE-----), whole, and this user must be able to read it"
 TIMEOUTS_S: Final = (15.0, 60.0)  # to connect, and for a block of a body; between two pieces of an answer
 
 
@@ -175,13 +176,18 @@ def _addressing(offload: Where, endpoint: str, profile: _Profile) -> Addressing:
 
 
 def _own_ca(env: Mapping[str, str], profile: _Profile) -> str | None:
+    """Read here once: what the library says of such a file with each request sounds like the server's fault."""
     bundle = env.get("AWS_CA_BUNDLE") or profile.ca_bundle or None
-    if bundle and not Path(bundle).is_file():
+    try:
+        if bundle:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(bundle)
+    except OSError as error:
+        is_none = isinstance(error, FileNotFoundError | IsADirectoryError)
         raise OffsiteError(
-            f"AWS_CA_BUNDLE: expected a file of certificates, found none at {bundle}",
-            hint="in a container, mount it first",
+            f"AWS_CA_BUNDLE: expected a file of certificates, found {'none' if is_none else 'no whole one'} at {bundle}",
+            hint="in a container, mount it first" if is_none else _PEM,
             final=True,
-        )
+        ) from error
     return bundle
 
 
