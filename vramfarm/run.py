@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
@@ -350,22 +349,32 @@ def _is_left_behind(lock: Path) -> bool:
     return bool(came) and not is_one_alive
 
 
-_crashes: list[type[BaseException]] = []
+_codes: Final[list[object]] = []  # other than 0, that sys.exit was called with
+_errors: Final[list[BaseException | None]] = []  # what had ended something, as at a prompt, before we watched
 
 
 def watch_for_a_crash() -> None:
-    """Remember from now on whether an exception ends the process: `atexit` cannot tell."""
-    before = sys.excepthook
+    """Remember from now on what ends the process: `atexit` is not told of an exception, nor of the code."""
+    _codes.clear()
+    _errors[:] = [_last_error()]
+    before = sys.exit
     if getattr(before, "watches", False):
         return
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _crashes.append(kind)
-        before(kind, error, trace)
+    def leave(code: str | int | None = None, /) -> NoReturn:
+        if code:
+            _codes.append(code)
+        before(code)
 
-    hook.watches = True  # type: ignore[attr-defined]  # so that there is one
-    sys.excepthook = hook
+    leave.watches = True  # type: ignore[attr-defined]  # so that there is one
+    sys.exit = leave
 
 
 def has_crashed() -> bool:
-    return bool(_crashes)
+    """Whether an exception, or a code of failure, ends the process. At a prompt it ends none."""
+    return not hasattr(sys, "ps1") and (bool(_codes) or _last_error() not in _errors)
+
+
+def _last_error() -> BaseException | None:
+    """The interpreter notes it before any `sys.excepthook`, which may be anybody's."""
+    return getattr(sys, "last_value", None)

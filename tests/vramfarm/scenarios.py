@@ -728,7 +728,7 @@ def fork(job, out):
     try:
         job()
     except BaseException:  # noqa: BLE001  # a process ends here, as it would
-        code = 1
+        code, sys.last_value = 1, sys.exc_info()[1]
         sys.excepthook(*sys.exc_info())
     threading._shutdown()
     atexit._run_exitfuncs()  # as an interpreter ends, but for what it takes apart then: half of a piece's time

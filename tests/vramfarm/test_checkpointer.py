@@ -842,8 +842,14 @@ if sys.argv[2] == "raise in a save":
     model.weight.data.fill_(step)
     os.kill(ckpt._seat.page[Word.SAVER_PID], signal.SIGSTOP)
     subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {ckpt._seat.page[Word.SAVER_PID]}"])
+if sys.argv[2] == "raise with a hook":
+    sys.excepthook = lambda *_: None
 if sys.argv[2].startswith("raise"):
     raise ValueError("mine")
+if sys.argv[2] == "exit 1":
+    sys.exit("the loss is not a number")
+if sys.argv[2] == "exit 0":
+    sys.exit()
 print(f"ends {model.weight.detach().sum():.6f}")
 """
 
@@ -866,10 +872,21 @@ def test_a_script_that_raises_in_a_save_has_saved(tmp_path):
     assert float(stored.manifest.step) not in Reader(stored).read("model.weight").flatten().tolist()
 
 
-@pytest.mark.parametrize(("way", "code", "saved"), [("break", 0, [7]), ("own loop", 0, [7]), ("raise", 1, [])], ids=str)
+@pytest.mark.parametrize(
+    ("way", "code", "saved"),
+    [
+        ("break", 0, [7]),
+        ("own loop", 0, [7]),
+        ("exit 0", 0, [7]),
+        ("exit 1", 1, []),
+        ("raise", 1, []),
+        ("raise with a hook", 1, []),
+    ],
+    ids=str,
+)
 def test_a_script_that_just_ends_loses_nothing(tmp_path, way, code, saved):
     """
-    After a break, or in a loop of one's own without finish(), the last step is saved at exit; a crash is no end.
+    After a break, or in a loop of one's own without finish(), the last step is saved at exit; a crash is no end, however it is told.
     """
     done = subprocess.run(
         [sys.executable, "-c", ENDS, str(tmp_path / "ckpt"), way],
