@@ -264,17 +264,19 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(store, directory):
     assert ([400], ()) == ([c.ref.step for c in found.checkpoints], found.unusable)
 
 
-def test_an_outcome_is_read_and_nonsense_is_reported(store):
+@pytest.mark.parametrize("nonsense", [b"[" * 100_000, b" " * ((1 << 20) + 1)])
+def test_an_outcome_is_read_and_nonsense_is_reported(store, nonsense):
     """
-    A job that is over is not begun again; what cannot be read is said.
+    A job that is over is not begun again; what cannot be read is said, and hides no checkpoint.
     """
     uploading.publish(store, "job", {"outcome.json": b'{"outcome": "succeeded"}'})
     good = surveying.survey(store, "job")
-    uploading.publish(store, "job", {"outcome.json": b"[" * 100_000})
+    uploading.publish(store, "job", {"outcome.json": nonsense, surveying.LOOKED: nonsense})
     bad = surveying.survey(store, "job")
 
     assert ({"outcome": "succeeded"}, ()) == (good.outcome, good.unusable)
     assert (None, ("outcome.json: expected a JSON object",)) == (bad.outcome, bad.unusable)
+    assert None is surveying.read_abilities(store, "job")
 
 
 # ----------------------------------------------------------------------------------------- damage

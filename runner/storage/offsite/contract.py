@@ -310,6 +310,15 @@ def proves(
     )  # may have been cut in another way
 
 
+def too_large(where: str, limit_bytes: int, found_bytes: int) -> OffsiteError:
+    return OffsiteError(
+        f"{where}: expected at most {limit_bytes} bytes, got {found_bytes}",
+        hint="no runner writes such a one: see who else writes there, and remove it",
+        final=True,
+        damaged=True,
+    )
+
+
 def replaced(where: str) -> OffsiteError:
     return OffsiteError(
         f"{where}: expected the object that was found, got another one",

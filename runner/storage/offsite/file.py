@@ -39,6 +39,7 @@ from runner.storage.offsite.contract import (
     is_key,
     read_chunk,
     replaced,
+    too_large,
 )
 from runner.storage.offsite.disks import refused
 from runner.storage.offsite.pace import Pace
@@ -165,8 +166,7 @@ class FileStore:
         if head is None:
             return None
         if head.size_bytes > limit_bytes:
-            what = f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {head.size_bytes}"
-            raise OffsiteError(what, final=True, damaged=True)
+            raise too_large(f"{self.address}/{key}", limit_bytes, head.size_bytes)
         return self.read(key, 0, head.size_bytes)
 
     def read(self, key: str, offset: int, num_bytes: int, tag: str = "") -> bytes:

@@ -51,6 +51,7 @@ from runner.storage.offsite.contract import (
     is_key,
     replaced,
     run_all,
+    too_large,
 )
 from runner.storage.offsite.cures import BUCKET_TWICE, DAMAGED, NO_ANSWER, code_of, plain_words
 from runner.storage.offsite.digests import Kind, decode, decode_parts, plain_md5, with_md5
@@ -257,8 +258,7 @@ class S3Store:
             told = answer.get("ContentLength", 0)  # a proxy may leave it out
             content = body.read(limit_bytes + 1) if told <= limit_bytes else b""
         if (size := max(told, len(content))) > limit_bytes:
-            what = f"{self.address}/{key}: expected at most {limit_bytes} bytes, got {size}"
-            raise OffsiteError(what, final=True, damaged=True)
+            raise too_large(f"{self.address}/{key}", limit_bytes, size)
         if len(content) < told:
             raise IncompleteReadError(actual_bytes=len(content), expected_bytes=told)
         return Version(content=content, tag=answer["ETag"])
