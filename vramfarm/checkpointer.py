@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -93,6 +94,7 @@ class Checkpointer:
         self._step = self._resumed_step = 0
         # Driving: the loop's body has a batch, of so many samples. Half: left in the middle of a step, so that memory has the state of none.
         self._driving = self._is_half = self._finished = False
+        self._is_fork = False  # of the process that trains, which has the page and the saver
         self._taking = 0
         self._is_settling = True  # there is something to look at after each step
         self._course = Course(self._training, self._seat)
@@ -188,7 +190,12 @@ class Checkpointer:
         self._expect_unfinished("step")
         raise RuntimeError("step: ckpt.steps() counts the steps by itself; call step() in a loop of your own only")
 
+    def _expect_no_fork(self, what: str) -> None:
+        if self._is_fork:
+            raise RuntimeError(f"{what}: this process is a fork of the one that trains, and only that one saves")
+
     def _expect_unfinished(self, what: str) -> None:
+        self._expect_no_fork(what)
         if self._finished:
             raise RuntimeError(
                 f"{what}: the training has ended, and nothing is saved any more: steps() ends it, unless it is called with finish=False"
@@ -219,6 +226,7 @@ class Checkpointer:
 
         `RuntimeError` where that cannot be: a rank is dead or an hour late, or the disk has not answered for ten minutes and what a slow one needs.
         """
+        self._expect_no_fork("finish")
         if self._finished:
             return
         self._count_open_step()
@@ -240,12 +248,15 @@ class Checkpointer:
     def _tell(self) -> None:
         self._saves.tell(is_supervised=self._is_supervised)
 
-    def _at_exit(self, pid: int) -> None:
+    def _become_fork(self) -> None:
+        self._is_fork, self._finished, self._driving = True, True, False
+
+    def _at_exit(self) -> None:
         """
         A script that ends without `finish`, after a `break` or in a loop of its own, loses nothing;
         one that crashed only gets what it staged onto the disk.
         """
-        if os.getpid() != pid:  # a fork of the script: the training is its parent's
+        if self._is_fork:
             return
         if self._finished or self._is_half or run.has_crashed():
             self._seat.wait(_EXIT_PATIENCE_S)
@@ -413,7 +424,9 @@ class Checkpointer:
         self._saves.begin()
         self._seat.start(self._step, samples=self._position.samples)
         run.watch_for_a_crash()
-        atexit.register(self._at_exit, os.getpid())
+        atexit.register(self._at_exit)
+        become_fork = weakref.WeakMethod(self._become_fork)  # what is told of forks is told for good
+        os.register_at_fork(after_in_child=lambda: (become := become_fork()) and become())
 
     def _say(self, text: str) -> None:
         self._training.say(text)

@@ -1268,9 +1268,10 @@ def test_a_step_that_only_one_of_two_optimizers_made_is_not_saved(tmp_path, caps
     assert [] == folder.committed(tmp_path)
 
 
-def test_a_fork_of_the_script_does_not_end_its_training(tmp_path):
+@pytest.mark.parametrize("act", ["sys.exit(0)", "ckpt.finish()", "pass"])
+def test_a_fork_of_the_script_does_not_end_its_training(tmp_path, act):
     """
-    Its exit is its own: the parent goes on, and its last state is saved.
+    What it does, and its exit, are its own: the parent goes on, and its last state is saved.
     """
     code = (
         "import os, sys, torch\nfrom vramfarm import Checkpointer\nmodel = torch.nn.Linear(1, 1)\n"
@@ -1281,12 +1282,16 @@ def test_a_fork_of_the_script_does_not_end_its_training(tmp_path):
         "    if step == 2:\n"
         "        child = os.fork()\n"
         "        if not child:\n"
-        "            sys.exit(0)\n"
-        "        os.waitpid(child, 0)\n"
+        f"            {act}\n"
+        "        else:\n"
+        "            os.waitpid(child, 0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
+    )
 
     assert 9 == newest(tmp_path).manifest.step
+    assert (act != "sys.exit(0)") == ("only that one saves" in done.stderr)
 
 
 def test_accelerates_optimizer_is_the_one_in_it(tmp_path):
