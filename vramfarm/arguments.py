@@ -32,13 +32,22 @@ def parse_limits(max_steps: object, epochs: object, accumulate: object) -> tuple
     return max_steps, epochs, batches
 
 
-def parse_scalar(value: float | torch.Tensor | None) -> float | None:
+def parse_scalar(name: str, value: float | torch.Tensor | None) -> float | None:
     """A tensor that training has a graph of is read without it: torch warns of anything else."""
-    if not isinstance(value, torch.Tensor):
-        return None if value is None else float(value)
-    if value.numel() != 1:
-        raise ValueError(f"report: expected one number, got a tensor of shape {tuple(value.shape)}: give its mean()")
-    return float(value.detach())
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"report: {name}: expected one number, got a tensor of shape {tuple(value.shape)}: give its mean()"
+            )
+        value = value.detach().item()
+    return None if value is None else parse_number(f"report: {name}", value)
+
+
+def parse_number(where: str, given: Any) -> float:  # noqa: ANN401  # numpy's, too
+    try:
+        return float(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: expected a number, got {str(given)[:80]!r}: {error}") from None
 
 
 def parse_flags(**given: object) -> tuple[bool, ...]:
@@ -63,10 +72,9 @@ def parse_world(given: object, world: World) -> World:
 
 
 def check_loader(loader: object, where: str) -> None:
-    if isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
-        raise TypeError(
-            f"{where}: expected a loader, or something else that gives batches, got {type(loader).__qualname__}"
-        )
+    if isinstance(loader, str | bytes | type) or not hasattr(loader, "__iter__"):
+        kind = f"the class {loader.__qualname__} itself" if isinstance(loader, type) else type(loader).__qualname__
+        raise TypeError(f"{where}: expected a loader, or something else that gives batches, got {kind}")
 
 
 def check_objects(objects: Mapping[str, Any], taken: Collection[str], keywords: Collection[str]) -> None:

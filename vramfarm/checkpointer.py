@@ -165,6 +165,7 @@ class Checkpointer:
             raise ValueError("steps: no loader here, and none in Checkpointer(loader=...)")
         arguments.check_loader(loader, "steps")
         max_steps, epochs, accumulate = arguments.parse_limits(max_steps, epochs, accumulate)
+        arguments.parse_flags(**{"steps: finish": finish})
         course = self._course
         if course.enter(loader):
             self._stepping.drop_gradients()
@@ -203,7 +204,7 @@ class Checkpointer:
 
     def report(self, *, loss: float | torch.Tensor | None = None, lr: float | torch.Tensor | None = None) -> None:
         """Hand scalars to the supervisor. A tensor is waited for, as by `.item()`."""
-        self._seat.report(loss=arguments.parse_scalar(loss), lr=arguments.parse_scalar(lr))
+        self._seat.report(loss=arguments.parse_scalar("loss", loss), lr=arguments.parse_scalar("lr", lr))
 
     def save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Returns at once. Asked on local rank 0; elsewhere it does nothing."""
@@ -218,6 +219,8 @@ class Checkpointer:
         False after `timeout_s`, if the disk does not answer, or where one that was asked for has yet to begin: it does so at one of the next steps.
         """
         page = self._seat.page
+        if timeout_s is not None:
+            timeout_s = max(0.0, arguments.parse_number("wait: timeout_s", timeout_s))  # of nan none
         return self._seat.wait(timeout_s) and page[Word.REQUEST_SAVE] == page[Word.SERVED_SAVE]
 
     def finish(self) -> None:

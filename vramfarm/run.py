@@ -8,6 +8,7 @@ only; later no rank waits for another.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -58,8 +59,10 @@ class Wanted:
     staging: str
 
 
-def wanted(directory: str | Path, save_interval: object, keep_last: object, resume: object, staging: object) -> Wanted:
+def wanted(directory: object, save_interval: object, keep_last: object, resume: object, staging: object) -> Wanted:
     """Return what a script asks for; `ValueError` says which keyword is not what it can be."""
+    if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
+        raise ValueError(f"dir: expected a folder, got {directory!r}")
     if "://" in str(directory):
         raise ValueError(
             f"dir: expected a folder on this machine, got {str(directory)!r}; the runner copies to a bucket (offload.to)"
@@ -91,7 +94,8 @@ def parse_interval(value: object) -> float:
     elif isinstance(value, timedelta):
         seconds = value.total_seconds()
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        with contextlib.suppress(OverflowError):
+            seconds = float(value)
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"save_interval: expected something like 30m, 90s or seconds, more than 0, got {value!r}")
     return seconds

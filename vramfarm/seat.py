@@ -454,7 +454,7 @@ class Seat:
     def _await(self, is_true: Callable[[], bool], timeout_s: float | None = None) -> bool:
         started = monotonic_ns()
         timeout_s = self._disk_patience_s() if timeout_s is None else timeout_s
-        until = min(self._until_ns, started + int(timeout_s * 1e9))
+        until = min(self._until_ns, started + timeout_s * 1e9)
         while not is_true():
             now = monotonic_ns()
             beat = max(self.page[Word.SAVER_BEAT_NS], started)

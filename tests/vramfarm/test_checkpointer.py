@@ -1047,9 +1047,32 @@ def test_a_loss_is_reported_as_training_has_it():
     """
     loss = (torch.ones(1, requires_grad=True) * 2).sum()
 
-    assert (2.0, 0.5, None) == (parse_scalar(loss), parse_scalar(0.5), parse_scalar(None))
-    with pytest.raises(ValueError, match=r"report: expected one number, got a tensor of shape \(3,\)"):
-        parse_scalar(torch.ones(3))
+    assert (2.0, 0.5, None) == (parse_scalar("loss", loss), parse_scalar("lr", 0.5), parse_scalar("lr", None))
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ones(3), torch.tensor(1j), "soon", [1.0], 10**400], ids=lambda one: str(one)[:20]
+)
+def test_what_is_no_number_is_refused_by_its_name(tmp_path, given):
+    """
+    As every other keyword is.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+
+    with pytest.raises(ValueError, match=r"^report: loss: expected (one|a) number, got "):
+        ckpt.report(loss=given)
+    if not isinstance(given, torch.Tensor):
+        with pytest.raises(ValueError, match=r"^wait: timeout_s: expected a number, got "):
+            ckpt.wait(given)
+
+
+def test_a_wait_without_end_ends_with_the_save(tmp_path):
+    """
+    `float("inf")` seconds are what nobody's clock can count.
+    """
+    ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
+
+    assert ckpt.wait(float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -1060,6 +1083,12 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"keep_last": None}, "keep_last: expected a number of checkpoints, 1 at least, got None"),
         ({"save_interval": -1}, "save_interval: expected something like 30m, 90s or seconds, more than 0, got -1"),
         ({"save_interval": float("nan")}, "save_interval: expected something like 30m, .* got nan"),
+        pytest.param(
+            {"save_interval": 10**400}, "save_interval: expected something .* got 1000", id="endless interval"
+        ),
+        ({"dir": None}, "dir: expected a folder, got None"),
+        ({"dir": ""}, "dir: expected a folder, got ''"),
+        ({"dir": "a\0b"}, "dir: expected a folder, got 'a.*b'"),
         ({"dir": "s3://bucket/run"}, "dir: expected a folder on this machine, got 's3://bucket/run'"),
         ({"resume": True}, "resume: expected auto, never or a checkpoint's folder, got True$"),
         (
@@ -1070,6 +1099,7 @@ def test_a_loss_is_reported_as_training_has_it():
         ({"data_parallel": (5, 2)}, r"data_parallel: expected \(rank, size\) .* got \(5, 2\)"),
         ({"optimizer": None}, "optimizer: expected an optimizer or a list of them, got NoneType"),
         ({"optimizer": {"a": 1}}, "optimizer: expected an optimizer or a list of them, got str in dict"),
+        ({"loader": DataLoader}, "loader: expected a loader, .*, got the class DataLoader itself"),
         ({"loader": "data"}, "loader: expected a loader, or something else that gives batches, got str"),
         ({"data_parallel": (1, 2)}, r"data_parallel: expected a size that divides 1, .* got \(1, 2\)"),
         ({"seed": None}, "seed: expected a whole number, got None"),
@@ -1103,7 +1133,7 @@ def test_parts_of_the_data_are_seen_by_as_many_ranks_each(given):
 
 @pytest.mark.parametrize(
     "given",
-    [{"max_steps": "4"}, {"max_steps": -1}, {"max_steps": 1e1}, {"epochs": 0.5}, {"accumulate": 1.5}],
+    [{"max_steps": "4"}, {"max_steps": -1}, {"max_steps": 1e1}, {"epochs": 0.5}, {"accumulate": 1.5}, {"finish": "no"}],
     ids=str,
 )
 def test_what_a_loop_cannot_be_asked_for_is_refused_by_its_name(tmp_path, given):
@@ -1113,7 +1143,9 @@ def test_what_a_loop_cannot_be_asked_for_is_refused_by_its_name(tmp_path, given)
     ckpt = Checkpointer(nn.Linear(1, 1), dir=tmp_path)
     ((name, value),) = given.items()
 
-    with pytest.raises(ValueError, match=rf"^steps: {name}: expected a number of .*, \d at least, got {value!r}$"):
+    with pytest.raises(
+        ValueError, match=rf"^steps: {name}: expected (a number of .*, \d at least|True or False), got {value!r}$"
+    ):
         next(ckpt.steps([torch.ones(1, 1)], **given))
 
 
