@@ -8,7 +8,7 @@ from runner.facts import Conclusion, Failed, Finished, History, LeaseState, Obse
 from runner.job import Job
 from runner.policy.actions import Action, Begin, Cease, Discard, Prune, SetAside, Wait
 from runner.policy.divergence import is_distrusted, newest_good
-from runner.policy.slow import begin, end_stuck, failure_of, may_write
+from runner.policy.slow import begin, end_stuck, failure_of, is_done, may_write
 from vramfarm.protocol import Ref
 
 SPARE_BYTES = 1 << 20
@@ -99,6 +99,8 @@ def _upload(job: Job, seen: Observed) -> Action | None:
     ref = newest_unsafe(job, seen)
     if seen.divergence is not None or ref is None:
         return None  # what is saved now may be spoilt, and would drive the good one out of the store
+    if _is_crowded(job, seen):
+        return None
     copy = begin(TaskKind.UPLOAD, ref.name, seen)
     if copy and isinstance(seen.tasks.get(TaskKind.OUTPUTS), Running):
         return Cease(TaskKind.OUTPUTS, "a checkpoint goes first")
@@ -141,10 +143,25 @@ def _tidy_store(job: Job, seen: Observed) -> Action | None:
     usable = sorted(c.ref for c in seen.usable)
     if len(usable) <= job.offload.keep_last:
         return None
-    newest = usable[-1].name
-    states = (seen.tasks.get(kind) for kind in (TaskKind.UPLOAD, TaskKind.RESTORE, TaskKind.VERIFY))
-    is_proven = any(isinstance(state, Finished) and state.subject == newest for state in states)
-    return begin(TaskKind.TIDY, newest, seen) if is_proven else None
+    newest, is_crowded = usable[-1].name, _is_crowded(job, seen)
+    proofs = (TaskKind.VERIFY,) if is_crowded else (TaskKind.UPLOAD, TaskKind.RESTORE, TaskKind.VERIFY)
+    states = (seen.tasks.get(kind) for kind in proofs)
+    if any(isinstance(state, Finished) and state.subject == newest for state in states):
+        return begin(TaskKind.TIDY, newest, seen)
+    return begin(TaskKind.VERIFY, newest, seen) if is_crowded else None
+
+
+def _is_crowded(job: Job, seen: Observed) -> bool:
+    """
+    Whether the store has so many that tidying comes before the next upload. Where an upload takes as long as the next save, one follows the
+    other, and the store would fill up. Never while leaving: there may be time for one upload and no more.
+    """
+    usable = [c.ref for c in seen.usable]
+    if len(usable) <= 2 * job.offload.keep_last or seen.leave_sent_at is not None or seen.divergence is not None:
+        return False
+    newest = max(usable).name
+    failed = any(failure_of(kind, newest, seen) for kind in (TaskKind.VERIFY, TaskKind.TIDY))
+    return not failed and not is_done(TaskKind.TIDY, newest, seen)
 
 
 def _tell_missing(ref: Ref, history: History, seen: Observed) -> str:

@@ -15,8 +15,8 @@ UNREADABLE, UNREADABLE_TRIES = (
 _VERIFY_TRIES = 3  # of one checkpoint: a store that damages what it gets is no store
 SILENT = timedelta(minutes=3)  # longer than a keeper's two questions with all their repetitions
 _SLOW_START = timedelta(minutes=10)
-# Without a piece that has moved. What is slow and sound may be silent for 16 minutes: a part of 16 MiB on a line that
-# just keeps the limit of a quarter of a megabyte in 15 s, the checksums of an output of 100 GB from a disk of 100 MB/s.
+# Without a piece that has moved. What is slow and sound may be silent for 16 minutes: a part of 32 MiB on a line that
+# just keeps the limit of half a megabyte in 15 s, the checksums of an output of 100 GB from a disk of 100 MB/s.
 # What can be told sooner is: who was stopped, and who never began.
 STUCK = timedelta(minutes=30)
 STOPPED = timedelta(seconds=10)  # a tool that takes a picture of a process holds it for less

@@ -1377,6 +1377,39 @@ def test_nothing_is_uploaded_while_the_store_is_tidied():
     assert isinstance(decide(JOB, history, replace(seen, tasks=tidying)), Wait)
 
 
+@pytest.mark.parametrize(
+    ("num_there", "tasks", "leaves", "expected"),
+    [
+        pytest.param(4, {}, False, TaskKind.UPLOAD, id="an upload goes first"),
+        pytest.param(5, {}, False, TaskKind.VERIFY, id="too many: is the newest whole?"),
+        pytest.param(5, {TaskKind.VERIFY: Running}, False, None, id="it is being compared"),
+        pytest.param(5, {TaskKind.VERIFY: Finished}, False, TaskKind.TIDY, id="it is whole: older ones go"),
+        pytest.param(5, {TaskKind.VERIFY: Failed}, False, TaskKind.UPLOAD, id="it cannot be told"),
+        pytest.param(5, {TaskKind.VERIFY: Finished, TaskKind.TIDY: Failed}, False, TaskKind.UPLOAD, id="none goes"),
+        pytest.param(5, {TaskKind.VERIFY: Finished, TaskKind.TIDY: Finished}, False, TaskKind.UPLOAD, id="a late list"),
+        pytest.param(5, {}, True, TaskKind.UPLOAD, id="while leaving there may be time for one thing"),
+    ],
+)
+def test_uploads_that_follow_one_another_do_not_fill_the_store(num_there, tasks, leaves, expected):
+    """
+    On a line where each takes as long as the next save nothing would ever be tidied while training goes on.
+    """
+    saved = [replace(CHECKPOINT, ref=Ref(1, step, 1, f"{step:08x}")) for step in range(1, num_there + 2)]
+    there, newest = tuple(saved[:-1]), saved[-2].ref.name
+    states = {
+        Running: Running(subject=newest, started_at=START),
+        Finished: Finished(subject=newest, at=START),
+        Failed: Failed(subject=newest, at=START, error="down", final=False, failures=1),
+    }
+    seen = Observed(now=START, boot_id="b", life="l", live=Live(attempt_id="a", trainers=(1,), savers=()))
+    seen = replace(seen, local=tuple(saved[-2:]), offsite=there, leave_sent_at=START if leaves else None)
+    found = {TaskKind.UPLOAD: Finished(subject=newest, at=START)} | {kind: states[of] for kind, of in tasks.items()}
+
+    action = decide(JOB, History(accepted_at=START, opened_at=START), replace(seen, tasks=found))
+
+    assert expected == (action.kind if isinstance(action, Begin) else None)
+
+
 @pytest.mark.parametrize(("log_bytes", "expected"), [(1000, Wait), (1001, TrimLogs)])
 def test_logs_that_grow_too_large_are_trimmed_while_it_trains_and_at_the_end(log_bytes, expected):
     """
