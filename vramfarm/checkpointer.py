@@ -265,8 +265,15 @@ class Checkpointer:
             self._seat.wait(_EXIT_PATIENCE_S)
             return
         self._finished = True
-        self._seat.finish(self._saves.stage, timeout_s=_EXIT_PATIENCE_S, recorded=False)
+        ended = self._seat.finish(self._saves.stage, timeout_s=_EXIT_PATIENCE_S, recorded=False)
         self._tell()
+        if ended in {Ended.NO, Ended.FAILED}:
+            why = (
+                self._seat.page.error()
+                if ended is Ended.FAILED
+                else f"it is not on the disk after {_EXIT_PATIENCE_S:.0f} s"
+            )
+            self._say(f"the script ends, and its last state is not saved: {why}; finish() would have raised")
 
     # ------------------------------------------------------------------------------- steps
 

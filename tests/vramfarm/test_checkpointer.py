@@ -901,6 +901,24 @@ def test_a_script_that_just_ends_loses_nothing(tmp_path, way, code, saved):
     )
 
 
+def test_a_script_whose_last_save_fails_at_its_exit_says_so(tmp_path):
+    """
+    Its exit code says nothing: an interpreter that ends has chosen it before.
+    """
+    code = ENDS.replace("def learn", "ckpt._seat.page[Word.ENDED] = 3\n\n\ndef learn", 1)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ckpt"), "own loop"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (0, True) == (done.returncode, "the script ends, and its last state is not saved: " in done.stderr), (
+        done.stderr
+    )
+
+
 @pytest.mark.parametrize("kind", ["pipe", "endless", "huge"])
 def test_a_hostile_folder_neither_hangs_nor_is_believed(tmp_path, kind):
     """
