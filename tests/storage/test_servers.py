@@ -530,6 +530,81 @@ def test_https_where_it_is_http_and_the_reverse_end_a_run_at_its_start(s3_offloa
     assert words[1] in caught.value.hint
 
 
+class _NoneOfS3(BaseHTTPRequestHandler):
+    """It answers everything, and nothing as it was asked."""
+
+    answer: tuple[dict[str, str], bytes] = ({}, b"")
+
+    def do_GET(self):
+        fields, body = self.answer
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **fields}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    do_HEAD = do_GET  # noqa: N815  # as it is called
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def none_of_s3(s3_offload, s3server):
+    """A function: (fields, body of an answer) to a store of it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _NoneOfS3) as own:
+        threading.Thread(target=own.serve_forever, daemon=True).start()
+        offload = s3_offload.model_copy(update={"endpoint": f"http://127.0.0.1:{own.server_port}"})
+
+        def answering(fields, body):
+            _NoneOfS3.answer = fields, body
+            return S3Store(offload, s3server.env)
+
+        yield answering
+        own.shutdown()
+
+
+def _list_of(entry):
+    return f"<ListBucketResult><IsTruncated>false</IsTruncated><Contents>{entry}</Contents></ListBucketResult>".encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "body", "ask"),
+    [
+        ({}, b"<html><body>Please log in</body></html>", lambda store: list(store.list("job/"))),
+        ({}, b"", lambda store: list(store.list("job/"))),
+        ({}, _list_of("<Key>k</Key><Size>1</Size>"), lambda store: list(store.list(""))),
+        (
+            {},
+            _list_of("<Key>k</Key><Size>1</Size><LastModified>now</LastModified>"),
+            lambda store: list(store.list("")),
+        ),
+        ({}, b"{}", lambda store: store.get("job/x")),
+        ({"Content-Length": "five"}, b"", lambda store: store.head("job/x")),
+    ],
+    ids=["a page", "empty", "no time", "a time that is none", "no tag", "no length"],
+)
+def test_an_answer_that_is_none_of_s3_is_no_empty_store_and_no_fault_of_ours(none_of_s3, fields, body, ask):
+    """
+    A gateway's page in place of a list would begin a run at step 0. It may pass: it is asked again.
+    """
+    with pytest.raises(OffsiteError) as caught:
+        ask(none_of_s3(fields, body))
+
+    assert (False, False) == (caught.value.final, caught.value.damaged)
+    assert "is offload.endpoint one of S3" in caught.value.hint
+
+
+@pytest.mark.parametrize("word", ["AAA", "no checksum", "=", "AAAAAA==-x"])
+def test_a_checksum_that_is_none_is_as_good_as_none(none_of_s3, word):
+    """
+    What is not confirmed is read back.
+    """
+    head = none_of_s3({"x-amz-checksum-crc32": word, CRC64NVME: word}, b"x").head("job/x")
+
+    assert (1, None, None, None) == (head.size_bytes, head.crc32, head.crc64nvme, head.parts_crc32)
+
+
 @pytest.mark.parametrize("content", [None, "", "-----BEGIN CERTIFICATE-----\nMIIB", b"\x30\x82"])
 def test_a_ca_that_is_none_is_said(s3_offload, s3server, tmp_path, content):
     """

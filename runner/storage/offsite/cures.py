@@ -32,6 +32,7 @@ from urllib3.exceptions import (
 from runner.errors import one_line
 from runner.storage.offsite.contract import OffsiteError
 
+NONE_OF_S3: Final = "is offload.endpoint one of S3, and nothing before it that answers in its place?"
 NO_ANSWER: Final = (BotoConnectionError, HTTPClientError, IncompleteReadError, BrokenAnswer)
 BUCKET_TWICE: Final = (
     "offload.endpoint (or AWS_ENDPOINT_URL) names the bucket already: leave it out there, as in https://host:9000"
@@ -159,6 +160,9 @@ def plain_words(where: str) -> Iterator[None]:
         raise misconfigured(where, error) from error
     except (FileNotFoundError, PermissionError) as error:
         raise _no_token(where, error) from error
+    except (LookupError, ValueError) as error:
+        what = f"{where}: the answer is none of S3: {type(error).__name__}: {_said(error)}"
+        raise OffsiteError(what, hint=NONE_OF_S3, final=False) from error
 
 
 def misconfigured(where: str, error: Exception) -> OffsiteError:

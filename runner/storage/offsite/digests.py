@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,10 @@ def encode(crc: Crc, checksum: int) -> str:
 
 
 def decode(crc: Crc, text: str) -> int | None:
-    """None for no checksum, and for a checksum of checksums (`…-3`), which says nothing of the whole."""
-    raw = base64.b64decode(text) if "-" not in text else b""
+    """None for no checksum, for nonsense, and for a checksum of checksums (`…-3`), which says nothing of the whole."""
+    raw = b""
+    with suppress(ValueError):
+        raw = base64.b64decode(text, validate=True)
     return int.from_bytes(raw, "big") if len(raw) == crc.num_bits // 8 else None
 
 

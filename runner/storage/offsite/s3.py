@@ -53,7 +53,7 @@ from runner.storage.offsite.contract import (
     run_all,
     too_large,
 )
-from runner.storage.offsite.cures import BUCKET_TWICE, DAMAGED, NO_ANSWER, code_of, plain_words
+from runner.storage.offsite.cures import BUCKET_TWICE, DAMAGED, NO_ANSWER, NONE_OF_S3, code_of, plain_words
 from runner.storage.offsite.digests import Kind, decode, decode_parts, plain_md5, with_md5
 from runner.storage.offsite.multipart import Named, Upload, Uploads
 from runner.storage.offsite.pace import Pace
@@ -64,6 +64,7 @@ from runner.storage.offsite.wire import MAX_ATTEMPTS, TIMEOUTS_S, connect
 from vramfarm.checksum import crc32
 from vramfarm.protocol import Shard
 
+_OF_LISTS: Final = frozenset({"IsTruncated", "KeyCount", "MaxKeys", "Name", "Contents"})  # some of these every list has
 _NUM_CALLERS: Final = 12  # threads of callers, beside those that send parts
 _COPY_CHUNKS: Final = 32  # in a part that the server copies: quick enough for any time limit
 
@@ -344,7 +345,11 @@ class S3Store:
     def _pages(self, prefix: str) -> Iterator[Mapping[str, Any]]:
         pages = self._client.get_paginator("list_objects_v2")
         try:
-            yield from pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix):
+                if not _OF_LISTS & page.keys():  # a gateway's page is no empty list: a run would begin at step 0
+                    what = f"{self.address}/{prefix}: expected a list of objects, got an answer that is none"
+                    raise OffsiteError(what, hint=NONE_OF_S3, final=False)
+                yield page
         except ClientError as error:
             if code_of(error) == "NoSuchKey":  # a list names none: the server took the bucket for an object
                 what = f"{self.address}: asked for a list, the store looked for an object named {self._bucket}"
