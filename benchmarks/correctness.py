@@ -54,7 +54,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.side_by_side import side_by_side
+from benchmarks.side_by_side import parse_jobs, side_by_side
 from vramfarm import Checkpointer, folder
 from vramfarm.epochs import GlobalBatches, World
 from vramfarm.loading import Reader
@@ -1132,7 +1132,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dcp-rounds", type=int, help="other ones for DCP, where only ours is judged")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="so many processes, each with some rounds of a row")
+    parser.add_argument("--jobs", type=parse_jobs, default=1, help="so many processes, each with some rounds of a row")
     parser.add_argument("--out", default="build/correctness")
     parser.add_argument("--only", nargs="*", default=[], help="names of rows' functions")
     return parser.parse_args()

@@ -14,6 +14,13 @@ from typing import Any, TextIO
 LOOK_S = 0.01
 
 
+def parse_jobs(text: str) -> int:
+    """What --jobs says; with none nothing would be done, and nothing be wrong."""
+    if (jobs := int(text)) < 1:
+        raise ValueError
+    return jobs
+
+
 def side_by_side(act: Callable[[Any], Any], tasks: Iterable[Any], jobs: int) -> Iterator[tuple[Any, Any]]:
     """
     Yield each task and what `act` returned, as JSON can say it, in the order in which they end; None where it did not come to that.

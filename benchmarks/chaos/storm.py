@@ -36,7 +36,7 @@ from benchmarks.chaos.offsite import why_no_bucket
 from benchmarks.chaos.plan import BLOWS, DROPOUT, NAMES, PAIRS, POINTS, STORE_PAIRS, STORE_POINTS, VICTIMS, plan
 from benchmarks.chaos.rounds import ROOT, Reference, Round
 from benchmarks.gpu.drive import runner_python
-from benchmarks.side_by_side import side_by_side
+from benchmarks.side_by_side import parse_jobs, side_by_side
 
 JOBS_A_SERVER = 4
 SHM = Path("/dev/shm")
@@ -186,7 +186,7 @@ def main() -> int:
         "--store", action="store_true", help="strike at requests to the store, not at operations of a save"
     )
     parser.add_argument("--missing", action="store_true", help="strike only at pairs that no round in --out has met")
-    parser.add_argument("--jobs", type=int, default=2, help="rounds side by side")
+    parser.add_argument("--jobs", type=parse_jobs, default=2, help="rounds side by side")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no round after this")
     parser.add_argument("--no-power", action="store_true", help="as on a machine that mounts no loop device")
     parser.add_argument("--keep", action="store_true", help="the folder of a good round, too")

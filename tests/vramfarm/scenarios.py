@@ -5,7 +5,7 @@ Trainings made of features by chance, each played undisturbed and in pieces, and
 
 A seed chooses how a model is spread, its optimizers, objects, data, what happens between saves, and how each piece ends:
 finished, left, crashed, or killed while a save is on its way. One process imports torch; every rank of every piece is a
-fork of it. On cards, by gloo, all are on the first, or on those that CUDA_VISIBLE_DEVICES names. After so many seconds no further seed is begun. Prints one line of JSON for each seed that
+fork of it. On cards, ranks share them by gloo; where a model is spread, which takes NCCL, there is one for each card. After so many seconds no further seed is begun. Prints one line of JSON for each seed that
 has a fault, and at last how many seeds, pieces and saves there were, and what was left out.
 """
 
@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from benchmarks.side_by_side import side_by_side
+from benchmarks.side_by_side import parse_jobs, side_by_side
 from tests.vramfarm.own_objects import Kept
 from vramfarm import Checkpointer, folder
 from vramfarm.loading import Reader
@@ -122,10 +122,14 @@ class Scenario:
     device: str = "cpu"
 
 
-def choose(seed):
+def choose(seed, num_cards=0):
     pick = random.Random(seed)
     spread = pick.choice(("plain", "ddp", "ddp", "fsdp2", "fsdp1", "flat", "hsdp", "tp", "fsdp-tp"))
+    if num_cards == 1 and spread in SHARDED:
+        spread = "ddp"
     numbers = RANKS.get(spread, (1, 2, 3))
+    if num_cards and spread in SHARDED:
+        numbers = [n for n in numbers if n <= num_cards]
     ranks, steps = pick.choice([n for n in numbers if n != 1] or numbers), pick.randint(10, 18)
     sharded, is_tensor = spread in SHARDED, spread in TENSOR
     cuts = sorted(pick.sample(range(2, steps), pick.randint(1, 3)))
@@ -140,8 +144,10 @@ def choose(seed):
         for cut in cuts
     ]
     workers = pick.choice((0, 0, 0, 0, 0, 0, 1, 2))
+    scaler, odd = not sharded and pick.random() < 0.3, pick.random() < 0.5
     return Scenario(
         seed=seed,
+        device="cuda" if num_cards else "cpu",
         spread=spread,
         ranks=ranks,
         steps=steps,
@@ -149,11 +155,11 @@ def choose(seed):
         optimizer=pick.choice(("adam", "fused", "foreach", "sgd", "late-momentum", "adagrad", "tensor-lr")),
         second_every=pick.choice((1, 1, 2, 3)),
         scheduler=pick.random() < 0.5,
-        scaler=not sharded and pick.random() < 0.3,
+        scaler=scaler and not (num_cards and odd),  # on a card it knows no gradients of bfloat16
         norm=not changes_ranks
         and (spread == "ddp" or ranks == 1),  # an odd rest of an epoch may be one sample, which it refuses
         tied=pick.random() < 0.3 and not is_tensor,
-        odd=pick.random() < 0.5,
+        odd=odd,
         compiled=pick.random() < 0.2 and not is_tensor,
         frozen_kb=pick.choice((0, 8, 700, 1500, 3000)),
         frozen_inside=pick.random() < 0.3 and spread != "flat" and not is_tensor,
@@ -759,7 +765,8 @@ def rank_of(told, piece, rank):
     def job():
         if piece.ranks > 1 or told.spread in SHARDED:
             store = f"file://{piece.where}/store.{piece.number}"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=piece.ranks)
+            backend = "cpu:gloo,cuda:nccl" if told.device == "cuda" and told.spread in SHARDED else "gloo"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=piece.ranks)
         with (piece.where / f"out.{piece.number}.{rank}").open("a") as out:
             Play(told, piece, rank, out).run()
         if dist.is_initialized() and piece.end == "finish":
@@ -937,7 +944,7 @@ def unlike(stored, digests):
 
 def play(options, seed):
     """In a process of its own: what its pieces came to, and what was wrong."""
-    told, where, counted = replace(choose(seed), device=options.device), options.folder / f"seed-{seed}", Counter()
+    told, where, counted = choose(seed, options.num_cards), options.folder / f"seed-{seed}", Counter()
     shutil.rmtree(where, ignore_errors=True)
     try:
         faults = Story(told, where, counted).play()
@@ -954,12 +961,13 @@ def main():
     parser.add_argument("first", type=int)
     parser.add_argument("seeds", type=int)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=parse_jobs, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
-    if options.device == "cuda":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a mesh wants as many ranks on each
+    options.num_cards = torch.cuda.device_count() if options.device == "cuda" else 0
+    if options.device == "cuda" and not options.num_cards:
+        parser.error("--device cuda: no card here")
     torch.set_num_threads(1)
     gc.freeze()  # or each fork's collector would copy all of torch
     counted = Counter(faulty=0, seeds=0)
