@@ -427,11 +427,12 @@ def _try_store(mission: Mission) -> StoreTrial:
     folder = f"{mission.job.name}/{PREFLIGHT}"
     abilities = store.probe()
     keys = [f"{folder}/{uuid.uuid4().hex}" for _ in range(_STREAMS)]
-    sample = os.urandom(_SAMPLE_BYTES)
+    limit = mission.job.offload.max_bandwidth
+    sample = os.urandom(min(_SAMPLE_BYTES, max(1, limit // _STREAMS)) if limit else _SAMPLE_BYTES)  # or a second
     started, asked_at = time.monotonic(), datetime.now(UTC)
     with ThreadPoolExecutor(_STREAMS) as pool:
         list(pool.map(lambda key: store.put(key, sample), keys))
-    rate = _STREAMS * _SAMPLE_BYTES / (time.monotonic() - started)
+    rate = _STREAMS * len(sample) / (time.monotonic() - started)
     try:
         _expect_back(store, keys[0], sample)
         missing_rights = store.find_missing_rights(folder)
@@ -444,7 +445,7 @@ def _try_store(mission: Mission) -> StoreTrial:
     stale = [entry.key for entry in entries if entry.modified_at < modified - _STALE]  # of one that was killed
     return StoreTrial(
         address=store.address,
-        rate=min(rate, mission.job.offload.max_bandwidth or rate),
+        rate=min(rate, limit or rate),
         deletes=_can_delete(store, [*keys, *stale]),
         is_exclusive=abilities.conditional,
         confirms=abilities.confirmed,

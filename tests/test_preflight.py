@@ -17,6 +17,7 @@ from runner.job import Job
 from runner.preflight import Mission, look_at_code, look_at_machine
 from runner.storage.checkpoints import CheckpointDir
 from runner.storage.disk import Disk
+from runner.storage.offsite.file import FileStore
 from tests.probes.test_smi import document
 from tests.storage.examples import commit
 
@@ -188,6 +189,24 @@ def test_the_disk_and_the_store_are_really_written(tmp_path):
     assert Severity.OK is severities["store"], told
     assert [] == [path for path in store.rglob("*") if path.is_file()]
     assert [] == [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+
+def test_what_is_tried_of_a_store_fits_the_bandwidth_that_it_may_take(tmp_path, monkeypatch):
+    """
+    Eight megabytes at a low limit take longer than the check may: it would say that the store does not answer.
+    """
+    sent, put = [], FileStore.put
+
+    def watched(self, key, content):
+        sent.append(len(content))
+        put(self, key, content)
+
+    monkeypatch.setattr(FileStore, "put", watched)
+    offload = {"to": f"file://{tmp_path}/store", "max_bandwidth": "400KB"}
+
+    trial = preflight._try_store(mission(tmp_path, offload=offload))
+
+    assert ([100_000] * 4, True) == (sent, 0 < trial.rate <= 400_000)
 
 
 def test_a_store_on_the_disk_that_goes_with_the_server_is_refused(tmp_path):

@@ -460,7 +460,7 @@ def remove_first(store, key):
         pytest.param(lambda store, key: store.delete(key), "stored, but it is not there", id="lost"),
         pytest.param(
             lambda store, key: "extra/" in key and remove_first(store, key),
-            "expected 200 bytes, got None|No such file or directory",
+            "expected 200 bytes, found none|No such file or directory",
             id="removed by somebody else",
         ),
     ],

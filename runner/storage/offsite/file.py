@@ -226,7 +226,8 @@ class FileStore:
             except FileNotFoundError:
                 return None
             if not stat.S_ISREG(found.st_mode):
-                raise OffsiteError(f"{path}: expected a plain file, got something else", final=True)
+                hint = "remove what is there: nothing is stored or read through a folder or a pipe of this name"
+                raise OffsiteError(f"{path}: expected a plain file, found something else", hint=hint, final=True)
             return Head(size_bytes=found.st_size, crc32=None, tag=_tag_of(found))
 
     def delete(self, key: str) -> None:

@@ -235,9 +235,9 @@ def _expect_small(raw: bytes) -> str:
 
 def expect_listed(manifest: Manifest, entries: Mapping[str, Entry]) -> None:
     for shard in manifest.shards:
-        found = entries[shard.path].size_bytes if shard.path in entries else None
+        found = entries[shard.path].size_bytes if shard.path in entries else "none"
         if found != shard.size_bytes:
-            raise ProtocolError(f"{shard.path}: expected {shard.size_bytes} bytes, got {found}")
+            raise ProtocolError(f"{shard.path}: expected {shard.size_bytes} bytes, found {found}")
 
 
 def not_listed(store: Store, job: str, manifest: Manifest) -> OffsiteError | None:
