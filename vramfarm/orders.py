@@ -69,4 +69,5 @@ class Complaint:
 def say(text: str) -> None:
     """Into its log, if there is room for it: whoever keeps the checkpoints does not die of a word."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: closed
-        os.write(sys.stderr.fileno(), f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}\n".encode())
+        line = f"{datetime.now(timezone.utc):%H:%M:%S} saver: {text}\n"
+        os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))

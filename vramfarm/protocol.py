@@ -573,7 +573,7 @@ class ControlPage:
         return bytes(self._memory[start : start + min(length, _TEXT_BYTES - 8)]).decode(errors="replace")
 
     def set_error(self, text: str, told: Told = Told.FAILURE) -> None:
-        raw = text.encode()[: _TEXT_BYTES - 8]
+        raw = text.encode(errors="backslashreplace")[: _TEXT_BYTES - 8]  # a folder's name may be any bytes
         struct.pack_into("<Q", self._memory, _TEXT_AT, 0)
         self[Word.TOLD] = told
         self._memory[_TEXT_AT + 8 : _TEXT_AT + 8 + len(raw)] = raw

@@ -194,6 +194,17 @@ def test_two_mappings_of_a_page_see_the_same_words(tmp_path):
     other.close()
 
 
+def test_a_complaint_about_a_folder_of_any_bytes_is_told(tmp_path):
+    """
+    Whoever complains does not die of the folder's name.
+    """
+    page = ControlPage.create(tmp_path / "page", num_ranks=1)
+
+    page.set_error(os.fsdecode(b"/night-\xff: no room"))
+
+    assert r"/night-\udcff: no room" == page.error()
+
+
 def test_a_file_that_is_no_page_is_refused(tmp_path):
     """
     Neither a short file nor one without the mark is mapped.
