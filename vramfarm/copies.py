@@ -117,7 +117,7 @@ class Copier:
         self._hooks: list[Any] = []
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
-                self._hooks.append(optimizer.register_step_pre_hook(self._before))
+                self._hooks.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before)))
             else:
                 self._hide = False
 

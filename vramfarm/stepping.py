@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -49,7 +50,8 @@ class Stepping:
     def begin(self) -> None:
         for number, optimizer in enumerate(self._optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
-                self._own_hooks.append(optimizer.register_step_post_hook(partial(self.note, number)))
+                note = torch.compiler.disable(partial(self.note, number))
+                self._own_hooks.append(optimizer.register_step_post_hook(note))
             else:
                 self._unhooked[number] = _versions(optimizer)
         _all_given.update(one for one in self._held() if isinstance(one, Optimizer))
@@ -122,7 +124,7 @@ class Stepping:
     def listen(self) -> None:
         """To all optimizers, until `hear`: it costs each of their steps a call."""
         if self._hook is None:
-            self._hook = register_optimizer_step_post_hook(self._see)
+            self._hook = register_optimizer_step_post_hook(torch.compiler.disable(self._see))
 
     def close(self) -> None:
         """The training has ended; its optimizers may live on."""

@@ -1318,6 +1318,31 @@ def test_a_step_that_only_one_of_two_optimizers_made_is_not_saved(tmp_path, caps
     assert [] == folder.committed(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what torch does then
+def test_an_optimizers_compiled_step_has_nothing_of_ours_in_it(tmp_path):
+    """
+    What counts steps in it would have it compiled anew in each of them.
+    """
+    graphs = []
+
+    def note(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
+    ckpt = Checkpointer(model, optimizer, dir=tmp_path)
+    compiled = torch.compile(optimizer.step, backend=note)
+    for _ in range(4):
+        model(torch.ones(4)).sum().backward()
+        compiled()
+        ckpt.step()
+    ckpt.finish()
+    torch._dynamo.reset()
+
+    assert 1 == len(graphs)
+
+
 @pytest.mark.parametrize("act", ["sys.exit(0)", "ckpt.finish()", "pass"])
 def test_a_fork_of_the_script_does_not_end_its_training(tmp_path, act):
     """
