@@ -34,6 +34,7 @@ ALL_OUTPUTS = "at the end"  # nobody writes to them any more
 _NO_TIME = "there was no time"
 _CURE = "run it again there: it copies them and trains nothing"
 _DRAINERS = (TaskKind.LEASE, TaskKind.VERIFY, *WRITERS)  # what `_bring_off` does, and no more
+_NOT_AWAITED = frozenset({TaskKind.TIDY, TaskKind.REOPEN})  # if it fails, the end comes without it
 
 
 def lock_out(job: Job, seen: Observed) -> End:
@@ -267,7 +268,7 @@ def tell_draining(job: Job, history: History, seen: Observed) -> Draining | None
     until = until if seen.deadline_at is None else min(until, seen.deadline_at)
     for kind in _DRAINERS:
         match seen.tasks.get(kind):
-            case Failed() as failed if not _is_hopeless(failed):
+            case Failed() as failed if kind not in _NOT_AWAITED and not _is_hopeless(failed):
                 return Draining(f"{kind} {failed.subject} ({failed.error})", until, is_held_up=True)
             case Running(subject=subject) if kind is not TaskKind.LEASE:
                 return Draining(f"{kind} {subject}", until, is_held_up=False)

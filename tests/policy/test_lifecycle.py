@@ -719,6 +719,16 @@ def test_what_an_end_waits_for_is_known_and_until_when():
     assert None is tell_draining(JOB, OVER, WAITS), "with nothing to save it waits for nothing"
 
 
+def test_the_end_does_not_say_that_it_waits_for_a_right_to_delete():
+    """
+    Old checkpoints stay where the key may not remove them, and the run ends all the same.
+    """
+    refused = Failed(subject="x", at=START, since=START, error="403", final=True, curable=True, failures=1)
+    seen = replace(WAITS, only_here=("log",), lease=Lease(state=LeaseState.HELD), tasks={TaskKind.TIDY: refused})
+
+    assert not tell_draining(JOB, OVER, seen).is_held_up
+
+
 def test_the_time_limit_saves_first(tmp_path):
     """
     Before the deadline the attempt is interrupted, saved, uploaded; code 7; a new machine may go on.
