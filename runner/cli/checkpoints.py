@@ -133,17 +133,16 @@ def _rows(which: str | None) -> tuple[list[dict[str, Any]], list[str]]:
     place = find_place(which)
     directory = place.directory()
     rows = {c.ref.name: _row(c) for c in directory.committed() if place.means(c.ref.name)}
-    damaged = [] if rows else [*filter(place.means, damaged_names(directory))]
-    nothing = (
-        [f"{place.root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}"] if damaged else []
-    )
+    unusable = [*place.problems()]
+    if not rows and (damaged := [*filter(place.means, damaged_names(directory))]):
+        unusable = [f"{place.root}: no whole checkpoint is there, only damaged ones: {', '.join(damaged)}"]
     for known in _known(place.run_dir):
         name = f"step-{known['step']:08d}-{known['id']}"
         if not place.means(name):
             continue
         here = rows.setdefault(name, {**known, "size_bytes": None, "written_at": None, "local": False})
         here.update(offsite=known["offsite"], verified=known["verified"])
-    return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"])), nothing
+    return sorted(rows.values(), key=lambda row: (row["lineage"], row["step"])), unusable
 
 
 def _rows_of_store(address: Address) -> tuple[list[dict[str, Any]], list[str]]:

@@ -832,19 +832,22 @@ def test_checkpoints_ls(tmp_path, cli):
     assert ["local", "no"] == rows[2][-2:]
 
 
-def test_checkpoints_ls_names_the_damaged_where_no_others_are(tmp_path, cli):
+def test_checkpoints_ls_names_the_damaged(tmp_path, cli):
     """
-    An empty table alone would say that nothing was ever saved. Exit code 4, as of `verify`.
+    Beside those that are whole; an empty table alone would say that nothing was ever saved. Exit code 4 then, as of `verify`.
     """
     run_dir = write_run(tmp_path / "llama", checkpoints=[])
     for step in (400, 500):
         write_checkpoint(run_dir / "checkpoints", step, b"x")
     torn, aside = "step-00000500-0123abcd", ".damaged-step-00000400-0123abcd"
     (run_dir / "checkpoints" / torn / MANIFEST).write_text("{")
+    beside = cli("checkpoints", "ls")
     (run_dir / "checkpoints" / aside.removeprefix(".damaged-")).rename(run_dir / "checkpoints" / aside)
 
     done = cli("checkpoints", "ls")
 
+    assert (0, 2) == (beside.returncode, len(beside.stdout.splitlines()))
+    assert f"unusable: {torn}: {MANIFEST}: not JSON" in beside.stderr
     assert (4, 1) == (done.returncode, len(done.stdout.splitlines()))
     line = f"error: {run_dir}/checkpoints: no whole checkpoint is there, only damaged ones: {torn}, {aside}"
     assert line == done.stderr.splitlines()[0]
