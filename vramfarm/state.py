@@ -144,8 +144,13 @@ def compare(outlines: Sequence[Sequence[Any]], rank: int) -> staging.Meshes:
     """Return what a rank's share of each tensor depends on; `StateError` where ranks hold different models."""
     for other, (count, checksum, groups) in enumerate(outlines):
         if [count, checksum, len(groups)] != [*outlines[0][:2], len(outlines[0][2])]:
+            how = (
+                "with other names, shapes, types or placements"
+                if count == outlines[0][0]
+                else f"rank 0 has {outlines[0][0]}"
+            )
             raise StateError(
-                f"rank {other} holds another model than rank 0: {count} tensors, rank 0 has {outlines[0][0]}; "
+                f"rank {other} holds another model than rank 0: {count} tensors, {how}; "
                 "a model whose layers are on different ranks (pipeline parallel) cannot be saved"
             )
     return staging.arrange([groups for _, _, groups in outlines], rank)

@@ -357,8 +357,10 @@ def test_ranks_with_different_models_are_refused():
     outlines = [state.outline({"model": torch.nn.Linear(3, size)}) for size in (4, 4, 5)]
 
     assert {} == state.compare(outlines[:2], 1)
-    with pytest.raises(StateError, match="rank 2 holds another model than rank 0"):
+    with pytest.raises(StateError, match="rank 2 holds another model than rank 0: 2 tensors, with other names, shapes"):
         state.compare(outlines, 0)
+    with pytest.raises(StateError, match="rank 1 holds another model than rank 0: 0 tensors, rank 0 has 2;"):
+        state.compare([outlines[0], state.outline({"model": torch.nn.Module()})], 0)
 
 
 def test_a_shard_of_another_size_is_no_checkpoint(tmp_path):
