@@ -15,6 +15,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -955,6 +956,12 @@ def play(options, seed):
     return {"counted": counted, "faults": faults, "scenario": asdict(told)}
 
 
+def count_cards():
+    """In a fork: a process that has looked cannot be forked and train."""
+    with multiprocessing.get_context("fork").Pool(1) as other:
+        return other.apply(torch.cuda.device_count)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -965,7 +972,7 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
-    options.num_cards = torch.cuda.device_count() if options.device == "cuda" else 0
+    options.num_cards = count_cards() if options.device == "cuda" else 0
     if options.device == "cuda" and not options.num_cards:
         parser.error("--device cuda: no card here")
     torch.set_num_threads(1)
