@@ -89,7 +89,10 @@ class Snapshot:
                 return {typed.TAG: "dtype", "v": staging.DTYPES.get(inner) or typed.refuse(where, inner)}
             return typed.refuse(where, inner)
 
-        return typed.encode(value, path, leaf)
+        try:
+            return typed.encode(value, path, leaf)
+        except RecursionError:
+            raise StateError(f"{path}: cannot be saved: it has itself in it, or is nested too deeply") from None
 
     def encode_own(self, value: object, path: str) -> Any:  # noqa: ANN401  # JSON
         """The same for state that differs from rank to rank: every rank writes its tensors itself, but for those that are spread."""

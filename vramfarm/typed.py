@@ -17,6 +17,7 @@ from typing import Any, Final
 
 TAG: Final = "$"
 _NUMBERS: Final = "biufc"  # kinds of numpy types
+_MAX_BITS: Final = 14_000  # of a whole number: Python writes no longer ones as text
 _DOUBLE: Final = 8  # bytes: so many of a numpy number are Python's own
 LARGE_BYTES: Final = (
     64 << 10
@@ -38,6 +39,10 @@ def refuse(path: str, value: object) -> Any:  # noqa: ANN401  # stands in for a 
 def encode(value: Any, path: str, leaf: Leaf = refuse) -> Any:  # noqa: ANN401, PLR0911  # any value a state_dict may hold; one line a kind
     """Return JSON for `value`. `leaf(path, value)` answers for types not known here."""
     kind = type(value)
+    if kind is int and value.bit_length() > _MAX_BITS:
+        raise StateError(
+            f"{path}: cannot be saved: a whole number of {value.bit_length()} bits, of {_MAX_BITS} at most"
+        )
     if value is None or kind in {bool, int, str}:
         return value
     if kind.__module__ == "numpy":  # before numbers: some of its are Python's, too, and would come back as those

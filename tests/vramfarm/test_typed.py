@@ -114,6 +114,20 @@ def test_what_would_need_pickle_is_refused_by_name(value):
         typed.encode({"things": [0, {5: value}]}, "ema")
 
 
+def test_what_no_text_can_hold_is_refused_by_name():
+    """
+    At the start, and not in each save: a number that Python writes no text of, and what has no end.
+    """
+    endless = {}
+    endless["again"] = [endless]
+
+    with pytest.raises(StateError, match=r"^ema\.steps: cannot be saved: a whole number of 16610 bits"):
+        state.Snapshot(0, 1).encode({"steps": 10**5000}, "ema")
+    with pytest.raises(StateError, match=r"^ema: cannot be saved: it has itself in it, or is nested too deeply$"):
+        state.Snapshot(0, 1).encode(endless, "ema")
+    assert {"steps": -(10**4000)} == typed.decode(typed.encode({"steps": -(10**4000)}, "ema"))
+
+
 def test_tensors_sizes_and_types_inside_a_state():
     """
     Tensors go to the shards under the name of their place, all else into the JSON.
