@@ -23,7 +23,7 @@ PACE = Pace(stage=0.0, restart=0.05, tick=0.02)
 _numbers = itertools.count()
 
 
-def wait_until(claim: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_until(claim: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Wait for the claim to hold, and return its value."""
     ends = time.monotonic() + seconds
     while not (value := claim()):
@@ -64,7 +64,7 @@ class Farmhouse:
     def server(self, server_id: str) -> dict[str, Any]:
         return dict(json.loads(self.call("GET", f"/servers/{server_id}").body))
 
-    def wait(self, server_id: str, claim: Callable[[dict[str, Any]], Any], seconds: float = 20.0) -> dict[str, Any]:
+    def wait(self, server_id: str, claim: Callable[[dict[str, Any]], Any], seconds: float = 60.0) -> dict[str, Any]:
         """Wait until the claim holds of the server."""
         try:
             wait_until(lambda: claim(self.farm.show(self.farm.find(server_id))), seconds)
@@ -72,7 +72,7 @@ class Farmhouse:
             raise AssertionError(f"{error}\n{self.log(server_id)}") from None
         return self.server(server_id)
 
-    def wait_stopped(self, server_id: str, seconds: float = 20.0) -> dict[str, Any]:
+    def wait_stopped(self, server_id: str, seconds: float = 60.0) -> dict[str, Any]:
         return self.wait(server_id, lambda server: server["state"] == "stopped", seconds)
 
     def wait_started(self, server_id: str) -> dict[str, Any]:

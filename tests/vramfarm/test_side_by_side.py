@@ -13,13 +13,16 @@ def test_no_more_than_so_many_tasks_at_once_and_each_answer_with_its_task(tmp_pa
     """
     One that raises, leaves or is killed has no answer, and the others are done all the same.
     """
-    there = tmp_path / "there"
+    there, came = tmp_path / "there", tmp_path / "came"
     there.mkdir()
+    came.mkdir()
 
     def act(task):
         mine = there / str(task)
         mine.touch()
-        time.sleep(0.05)
+        (came / str(task)).touch()
+        while task < 2 > len(list(came.iterdir())):  # they begin together
+            time.sleep(0.01)
         number = len(list(there.iterdir()))
         mine.unlink()
         if task == 3:
